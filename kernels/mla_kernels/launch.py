@@ -1,0 +1,74 @@
+"""The plan of a call as data: which kernels run, on which arrays, with which constants.
+
+A front end executes a `Plan` without understanding it: it allocates `buffers`, then issues `launches` in order.  For each
+launch the kernel's parameters are, in this order: `inputs` (arrays by name), `scalars` (32-bit integers), `outputs`
+(arrays by name), and `constexprs` by keyword.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from .device import DeviceFacts
+from .problem import Problem
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """An array that the front end allocates, uninitialised."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch.
+
+    Names in `inputs` are those of the call's arrays (`q`, `kv_cache`, `table`, `lengths`, `extra_kv_cache`, `extra_table`,
+    `extra_lengths`, `softmax_scale`, `attn_sink`) or of buffers written by an earlier launch.  `table` is the block table
+    of a dense call and the indices of a sparse one; `lengths` is `cache_seqlens` or `topk_length`.  A name that stands in
+    both `inputs` and `outputs` is updated in place, and the kernel gets its pointer twice.
+    """
+
+    kernel: Any  # triton.JITFunction, or its interpreted twin
+    inputs: tuple[str, ...]
+    scalars: tuple[int, ...]
+    outputs: tuple[str, ...]
+    constexprs: dict[str, Any]
+    grid: tuple[int, int, int]
+    num_warps: int
+    num_stages: int
+
+    @property
+    def name(self) -> str:
+        return self.kernel.fn.__name__ if hasattr(self.kernel, "fn") else self.kernel.__name__
+
+    @property
+    def aliases(self) -> dict[int, int]:
+        """Positions in `inputs` to positions in `outputs` of the arrays that are updated in place."""
+        return {self.inputs.index(name): i for i, name in enumerate(self.outputs) if name in self.inputs}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How an implementation serves a problem on a device.  `buffers` holds `out`, `lse` and the scratch."""
+
+    implementation: str
+    problem: Problem
+    facts: DeviceFacts
+    launches: tuple[Launch, ...]
+    buffers: dict[str, Buffer]
+    details: dict[str, Any] = field(default_factory=dict)  # tiles, programs, splits: for `explain`
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why an implementation does not serve a problem: the argument at fault, and the reason."""
+
+    argument: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.argument}: {self.reason}"

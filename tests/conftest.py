@@ -1,0 +1,50 @@
+"""What every test needs: which tier runs (see CONTRIBUTING.md), on which device, and with which versions."""
+
+import ctypes
+import importlib.metadata
+import os
+
+import pytest
+
+# Triton reads TRITON_INTERPRET when a kernel is defined, so it belongs to the process: this file only follows it.
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+if INTERPRETED:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # both frameworks share one GPU
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def cuda_devices() -> int:
+    """Number of CUDA devices, asked of the driver, so that neither framework is imported."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value
+
+
+def pytest_report_header() -> str:
+    versions = []
+    for name in ("torch", "jax", "jax-triton", "triton", "numpy"):
+        try:
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            versions.append(f"no {name}")
+    return f"{', '.join(versions)}; TRITON_INTERPRET={int(INTERPRETED)}, {cuda_devices()} CUDA devices"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    devices = cuda_devices()
+    for item in items:
+        wanted = {mark.name for mark in item.iter_markers()}
+        if "gpu" in wanted and devices == 0:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device" + (" in the interpreter tier" if INTERPRETED else "")))
+        if "compile" in wanted and INTERPRETED:
+            item.add_marker(pytest.mark.skip(reason="compiling needs TRITON_INTERPRET unset"))
+        if "interpret" in wanted and not INTERPRETED:
+            item.add_marker(pytest.mark.skip(reason="interpreting needs TRITON_INTERPRET=1"))

@@ -12,14 +12,6 @@ from .problem import Problem
 Refusals = tuple[Refusal, ...]
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The implementation that serves a call, and why those that were tried before it do not."""
-
-    implementation: str
-    refused: dict[str, Refusals] = field(default_factory=dict)
-
-
 def requested(implementation: str | Sequence[str] | None, known: Sequence[str]) -> tuple[str, ...]:
     """The names to try, in order.
 
@@ -42,25 +34,25 @@ def requested(implementation: str | Sequence[str] | None, known: Sequence[str]) 
     return tuple(names)
 
 
-def choose(names: Sequence[str], refusals: Mapping[str, Refusals]) -> Choice:
+def choose(names: Sequence[str], refusals: Mapping[str, Refusals]) -> str:
     """The first of `names` without a refusal.
 
     Raises:
       NotImplementedError: when all refuse; one message with every reason.
     """
-    for i, name in enumerate(names):
+    for name in names:
         if not refusals[name]:
-            return Choice(name, {n: refusals[n] for n in names[:i]})
+            return name
     lines = [f"  {name}: {reason}" for name in names for reason in refusals[name]]
     raise NotImplementedError("\n".join(["no implementation serves this call:", *lines]))
 
 
 def _count(value: float, unit: str) -> str:
-    for prefix in ("", "k", "M", "G", "T"):
-        if value < 1000 or prefix == "T":
-            return f"{value:.4g} {prefix}{unit}"
+    prefixes = ["", "k", "M", "G", "T"]
+    while value >= 1000 and len(prefixes) > 1:
         value /= 1000
-    raise AssertionError  # unreachable
+        prefixes.pop(0)
+    return f"{value:.4g} {prefixes[0]}{unit}"
 
 
 _BYTES = {"float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
@@ -72,23 +64,19 @@ class Explanation:
 
     Attributes:
       problem: the call.
-      choice: the implementation, and the refusals of those that were tried before it.
-      refused: the refusals of every implementation that does not serve the call, tried or not.
+      implementation: the chosen one.
+      refused: why each implementation that does not serve the call refuses it.
       facts: the device that the plan is made for, None when no kernel can run.
       plan: what the chosen implementation launches, None for a reference.
       note: a sentence about the choice, where there is more to say.
     """
 
     problem: Problem
-    choice: Choice
+    implementation: str
     refused: dict[str, Refusals] = field(default_factory=dict)
     facts: DeviceFacts | None = None
     plan: Plan | None = None
     note: str = ""
-
-    @property
-    def implementation(self) -> str:
-        return self.choice.implementation
 
     @property
     def scratch_bytes(self) -> int:

@@ -1,0 +1,92 @@
+"""Merging the partial results of split items."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .softmax import LN2, LOG2E, row_coordinates, sink_factor
+
+
+@triton.jit(do_not_specialize=["splits_offset", "items", "num_splits"])
+def combine_kernel(
+    schedule_ptr,
+    partial_out_ptr,
+    partial_lse_ptr,
+    sink_ptr,
+    out_before_ptr,
+    lse_before_ptr,
+    splits_offset,
+    items,
+    num_splits,
+    out_ptr,
+    lse_ptr,
+    S_Q: tl.constexpr,
+    H_Q: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D_V: tl.constexpr,
+    SPARSE: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+    OUT_STRIDE_B: tl.constexpr,
+    OUT_STRIDE_S: tl.constexpr,
+    OUT_STRIDE_H: tl.constexpr,
+    FIXED_SPLITS: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Merges pieces into `out` and `lse`, in place: rows of items that were not split are left as they are.
+
+    A piece is its own softmax: an output and the natural log-sum-exp of its scores, -inf where it had no key.
+    Grid (any,): the programs share out (split item, row, columns) among themselves.
+    """
+    ALL_ROWS: tl.constexpr = KV_HEADS * ROWS
+    COLUMN_BLOCKS: tl.constexpr = (D_V + BLOCK_D - 1) // BLOCK_D
+    count = items
+    if not FIXED_SPLITS:
+        count = tl.load(schedule_ptr + splits_offset)
+    for task in range(tl.program_id(0), count * (ALL_ROWS * COLUMN_BLOCKS), tl.num_programs(0)):
+        entry = task // (ALL_ROWS * COLUMN_BLOCKS)
+        packed_row = (task // COLUMN_BLOCKS) % ALL_ROWS
+        col = (task % COLUMN_BLOCKS) * BLOCK_D + tl.arange(0, BLOCK_D)
+        if FIXED_SPLITS:
+            item = entry
+            first_slot = entry * num_splits
+            pieces = num_splits
+        else:
+            split = schedule_ptr + splits_offset + 1 + entry * 3
+            item = tl.load(split)
+            first_slot = tl.load(split + 1)
+            pieces = tl.load(split + 2)
+        piece = tl.arange(0, BLOCK_PARTS)
+
+        top = float("-inf")
+        for start in range(0, pieces, BLOCK_PARTS):
+            part = (first_slot + start + piece).to(tl.int64) * ALL_ROWS + packed_row
+            lse = tl.load(partial_lse_ptr + part, mask=start + piece < pieces, other=float("-inf"))
+            top = tl.maximum(top, tl.max(lse, 0))
+        top = tl.where(top == float("-inf"), 0.0, top)
+
+        total = 0.0
+        acc = tl.zeros([BLOCK_D], tl.float32)
+        for start in range(0, pieces, BLOCK_PARTS):
+            part = (first_slot + start + piece).to(tl.int64) * ALL_ROWS + packed_row
+            lse = tl.load(partial_lse_ptr + part, mask=start + piece < pieces, other=float("-inf"))
+            weight = tl.exp2((lse - top) * LOG2E)
+            total += tl.sum(weight, 0)
+            mask = (lse != float("-inf"))[:, None] & (col < D_V)[None, :]
+            value = tl.load(partial_out_ptr + part[:, None] * D_V + col[None, :], mask=mask, other=0.0)
+            acc += tl.sum(value * weight[:, None], 0)
+
+        empty = total == 0.0
+        acc = acc * tl.where(empty, 0.0, 1.0 / total)
+        lse = top + tl.log2(total) * LN2
+        request, query, head = row_coordinates(item, packed_row % ROWS, S_Q, GROUP, SPARSE)
+        head = packed_row // ROWS * GROUP + head
+        request = request.to(tl.int64)
+        if HAS_SINK:
+            acc = acc * tl.where(empty, 0.0, sink_factor(lse, tl.load(sink_ptr + head)))
+        out_row = request * OUT_STRIDE_B + query.to(tl.int64) * OUT_STRIDE_S + head.to(tl.int64) * OUT_STRIDE_H
+        tl.store(out_ptr + out_row + col, acc.to(out_ptr.dtype.element_ty), mask=col < D_V)
+        tl.store(lse_ptr + (request * H_Q + head) * S_Q + query, tl.where(empty, float("inf"), lse))

@@ -1,0 +1,94 @@
+"""Loading a block of latent rows and decoding it to the compute dtype: the one place that knows how bytes become values."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def e4m3_to_float32(code, NATIVE: tl.constexpr):
+    """uint8 e4m3 codes as fp32, NaN included.  The bit-level way serves devices (and the interpreter) without the type."""
+    if NATIVE:
+        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    wide = code.to(tl.uint16)
+    # e4m3 in the exponent and mantissa fields of fp16 is the value times 2**-8, subnormals included.
+    half = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
+    return tl.where((wide & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
+
+
+@triton.jit
+def e8m0_to_float32(code):
+    """uint8 E8M0 codes as fp32: 2 ** (code - 127), and 255 is NaN."""
+    wide = code.to(tl.uint32)
+    bits = tl.where(wide == 0, 0x00400000, wide << 23)
+    return tl.where(wide == 255, float("nan"), bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def load_rows(
+    cache_ptr,
+    page,  # int64 [N]
+    slot,  # int32 [N]
+    ok,  # bool [N]: nothing is read where it is false, and the row is zero
+    kv_head,
+    COMPUTE: tl.constexpr,
+    D_QK: tl.constexpr,
+    D_V: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
+    SCALE_TILE: tl.constexpr,
+    NUM_SCALES: tl.constexpr,
+    SCALE_BASE: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr,
+    SCALE_E8M0: tl.constexpr,
+    ROPE_OFFSET: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+):
+    """A block of rows: the first `D_V` values [N, BLOCK_C] (they are the values, too) and the rest [N, BLOCK_R].
+
+    With `BLOCK_R == 0` there is no rest, and the second result is the first.
+    """
+    row = page * PAGE_STRIDE + slot * TOKEN_STRIDE + kv_head * HEAD_STRIDE
+    if SCALE_TILE == 0:
+        col = tl.arange(0, BLOCK_C)
+        mask = ok[:, None]
+        if D_V != BLOCK_C:
+            mask = mask & (col < D_V)[None, :]
+        c = tl.load(cache_ptr + row[:, None] + col[None, :], mask=mask, other=0.0).to(COMPUTE)
+        if BLOCK_R == 0:
+            return c, c
+        rest = D_V + tl.arange(0, BLOCK_R)
+        mask = ok[:, None]
+        if D_QK - D_V != BLOCK_R:
+            mask = mask & (rest < D_QK)[None, :]
+        r = tl.load(cache_ptr + row[:, None] + rest[None, :], mask=mask, other=0.0).to(COMPUTE)
+        return c, r
+    else:
+        # Tiles that share a scale are an axis of their own: [N, tiles, SCALE_TILE].
+        TILES: tl.constexpr = BLOCK_C // SCALE_TILE
+        tile = tl.arange(0, TILES)
+        ok_tile = ok[:, None]
+        if NUM_SCALES != TILES:
+            ok_tile = ok_tile & (tile < NUM_SCALES)[None, :]
+        offset = tile[:, None] * SCALE_TILE + tl.arange(0, SCALE_TILE)[None, :]
+        code = tl.load(cache_ptr + row[:, None, None] + offset[None, :, :], mask=ok_tile[:, :, None], other=0)
+        scale_row = page * PAGE_STRIDE + slot * SCALE_STRIDE + SCALE_BASE
+        if SCALE_E8M0:
+            scale = e8m0_to_float32(tl.load(cache_ptr + scale_row[:, None] + tile[None, :], mask=ok_tile, other=127))
+        else:
+            scale_ptr = (cache_ptr + scale_row).to(tl.pointer_type(tl.float32), bitcast=True)
+            scale = tl.load(scale_ptr[:, None] + tile[None, :], mask=ok_tile, other=0.0)
+        rope_ptr = (cache_ptr + row + ROPE_OFFSET).to(tl.pointer_type(tl.bfloat16), bitcast=True)
+        rope_col = tl.arange(0, D_QK - NUM_SCALES * SCALE_TILE)
+        rope = tl.load(rope_ptr[:, None] + rope_col[None, :], mask=ok[:, None], other=0.0).to(COMPUTE)
+        value = (e4m3_to_float32(code, NATIVE_FP8) * scale[:, :, None]).to(COMPUTE)
+        if NUM_SCALES != TILES:  # the RoPE part is the last tile of the value vector
+            value = tl.where((tile < NUM_SCALES)[None, :, None], value, rope[:, None, :])
+        c = tl.reshape(value, [value.shape[0], BLOCK_C])
+        if BLOCK_R == 0:
+            return c, c
+        return c, rope

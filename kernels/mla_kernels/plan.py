@@ -1,0 +1,334 @@
+"""Planning the portable implementation: a pure function from a problem and device facts to kernels, grids and scratch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from .attend import attend_kernel
+from .combine import combine_kernel
+from .device import DeviceFacts
+from .launch import Buffer, Launch, Plan, Refusal
+from .problem import INT32_MAX, CacheSpec, Problem, row_major_strides
+from .schedule import WORK_FIELDS, num_slots, schedule_kernel, schedule_size
+
+MAX_D_V = 512
+MAX_REST = 128  # columns of a key beyond d_v
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tile sizes and the cost model of one plan; every field can be overridden for experiments.
+
+    Attributes:
+      block_h: rows (queries times heads) of a tile.
+      block_n: keys of a block.
+      num_warps, num_stages: Triton's launch options.
+      programs_per_sm: programs that share a multiprocessor.
+      fixed_cost: what starting and ending an item costs, in blocks of keys.
+      split_cost: what splitting costs a call (partial results and their merge), in blocks of keys.
+    """
+
+    block_h: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int = 1
+    fixed_cost: int = 2
+    split_cost: int = 5
+
+    def __post_init__(self):
+        for name, value in asdict(self).items():
+            if not isinstance(value, int) or value < (0 if name.endswith("cost") else 1):
+                raise ValueError(f"{name}: expected a positive int, got {value!r}")
+        for name in ("block_h", "block_n", "num_warps"):
+            value = getattr(self, name)
+            if value & (value - 1) or (value < 16 and name != "num_warps"):
+                raise ValueError(f"{name}: expected a power of two of at least 16 (num_warps: 1), got {value}")
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length() if n > 0 else 0
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@dataclass(frozen=True)
+class _Geometry:
+    """How a problem falls into items, rows and tiles."""
+
+    items: int  # independent softmaxes over one list of keys: requests, or (request, query) pairs
+    queries: int  # items per request
+    group: int  # query heads per key-value head
+    rows: int  # packed rows of an item and key-value head
+    block_c: int  # columns of the value part, padded to a power of two
+    block_r: int  # columns of the rest of the key, padded; 0 if there is none
+
+    @staticmethod
+    def of(problem: Problem) -> _Geometry:
+        group = problem.h_q // problem.h_kv
+        rest = problem.d_qk - problem.d_v
+        return _Geometry(
+            items=problem.batch * (problem.s_q if problem.sparse else 1),
+            queries=problem.s_q if problem.sparse else 1,
+            group=group,
+            rows=group if problem.sparse else group * problem.s_q,
+            block_c=max(_power_of_two(problem.d_v), 16),
+            block_r=max(_power_of_two(rest), 16) if rest else 0,
+        )
+
+
+def refusals(problem: Problem, facts: DeviceFacts) -> tuple[Refusal, ...]:
+    """Why the portable kernels do not serve `problem` on this device; empty if they do."""
+    found = []
+    if not facts.interpreted and facts.capability < (8, 0):
+        found.append(Refusal("q", f"needs a GPU of compute capability 8.0 or more, {facts.name} has {facts.capability}"))
+    if problem.d_v > MAX_D_V:
+        found.append(Refusal("head_dim_v", f"at most {MAX_D_V}, got {problem.d_v}"))
+    if problem.d_qk - problem.d_v > MAX_REST:
+        found.append(Refusal("q", f"d_qk - head_dim_v at most {MAX_REST}, got {problem.d_qk} - {problem.d_v}"))
+    for argument, strides in (("indices" if problem.sparse else "block_table", problem.table_strides),):
+        if max(strides, default=0) > INT32_MAX:
+            found.append(Refusal(argument, f"strides below 2**31, got {list(strides)}"))
+    if not found:
+        geometry = _Geometry.of(problem)
+        programs = geometry.items * (problem.num_splits or 1) * problem.h_kv * _cdiv(geometry.rows, 16)
+        if programs > INT32_MAX:
+            found.append(Refusal("num_splits" if problem.num_splits else "q", f"fewer than 2**31 programs, got {programs}"))
+    return tuple(found)
+
+
+def _tile_candidates(problem: Problem, facts: DeviceFacts, rows: int) -> list[Tiles]:
+    hopper = facts.capability[0] == 9
+    if rows <= 16:
+        return [
+            Tiles(16, 32, 4, 3, programs_per_sm=2 if hopper else 1),
+            Tiles(16, 32, 4, 2),
+            Tiles(16, 32, 4, 1),
+            Tiles(16, 16, 4, 1),
+        ]
+    if rows <= 32:
+        return [Tiles(32, 64, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 1), Tiles(32, 16, 8, 1), Tiles(16, 16, 4, 1)]
+    first = [Tiles(64, 64, 8, 2)] if hopper else []
+    return first + [Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 1), Tiles(32, 32, 8, 1), Tiles(32, 16, 8, 1), Tiles(16, 16, 4, 1)]
+
+
+def _shared_memory(tiles: Tiles, problem: Problem, geometry: _Geometry) -> int:
+    """An upper estimate of a program's shared memory: q, the stages of keys, and P."""
+    width = geometry.block_c + geometry.block_r
+    keys = tiles.block_n * width * 2 * tiles.num_stages
+    if problem.cache.format.quantised:  # raw bytes are staged, one decoded block lies beside them
+        keys = tiles.block_n * (2 * width + width * tiles.num_stages)
+    return tiles.block_h * width * 2 + keys + tiles.block_h * tiles.block_n * 2 + 1024
+
+
+def choose_tiles(problem: Problem, facts: DeviceFacts, overrides: dict[str, int] | None = None) -> Tiles:
+    """Tile sizes by rows per item and device, the first of a list of measured candidates that fits the shared memory."""
+    geometry = _Geometry.of(problem)
+    if facts.interpreted:
+        chosen = Tiles(_power_of_two(min(max(geometry.rows, 16), 64)), 64, 4, 1)
+    else:
+        candidates = _tile_candidates(problem, facts, geometry.rows)
+        fitting = (t for t in candidates if _shared_memory(t, problem, geometry) <= facts.shared_memory)
+        chosen = next(fitting, candidates[-1])
+    if overrides:
+        unknown = sorted(set(overrides) - set(asdict(chosen)))
+        if unknown:
+            raise ValueError(f"overrides: {', '.join(unknown)} unknown, known are {', '.join(asdict(chosen))}")
+        chosen = replace(chosen, **overrides)
+    return chosen
+
+
+def _static_splits(tokens: tuple[int, int], items: int, programs: int, tiles: Tiles) -> int:
+    """Splits of each item when every item has the same, statically known, number of keys."""
+    best, best_time = 1, None
+    for splits in range(1, max(1, programs) + 1):
+        blocks = _cdiv(_cdiv(sum(tokens), splits), tiles.block_n) + (1 if tokens[1] else 0)
+        time = _cdiv(items * splits, programs) * (blocks + tiles.fixed_cost) + (tiles.split_cost if splits > 1 else 0)
+        if best_time is None or time < best_time:
+            best, best_time = splits, time
+    return best
+
+
+def _cache_constants(spec: CacheSpec | None, prefix: str = "") -> dict[str, Any]:
+    if spec is None:
+        names = ("PAGE_SIZE", "PAGE_STRIDE", "TOKEN_STRIDE", "SCALE_BASE", "SCALE_STRIDE")
+        return {prefix + name: 1 for name in names}
+    fmt = spec.format
+    in_page = fmt.scale_in_page
+    return {
+        prefix + "PAGE_SIZE": spec.page_size,
+        prefix + "PAGE_STRIDE": spec.page_stride,
+        prefix + "TOKEN_STRIDE": spec.token_stride,
+        prefix + "SCALE_BASE": spec.page_size * fmt.row_bytes if in_page else fmt.scale_offset,
+        prefix + "SCALE_STRIDE": fmt.scale_bytes if in_page else spec.token_stride,
+    }
+
+
+def plan_decode(problem: Problem, facts: DeviceFacts, overrides: dict[str, int] | None = None) -> Plan:
+    """The portable plan: schedule (unless it is static), attention, combine (unless nothing can be split).
+
+    `overrides` replaces fields of `Tiles`.  The problem must not be empty, and `refusals` must be.
+    """
+    geometry = _Geometry.of(problem)
+    tiles = choose_tiles(problem, facts, overrides)
+    fmt = problem.cache.format
+    items = geometry.items
+    row_tiles = _cdiv(geometry.rows, tiles.block_h)
+    item_tiles = problem.h_kv * row_tiles
+    programs = max(1, facts.multiprocessors * tiles.programs_per_sm // item_tiles)
+
+    num_splits = problem.num_splits
+    if num_splits is None and problem.sparse and not problem.has_length and not problem.has_extra_length:
+        num_splits = _static_splits((problem.width, problem.extra_width), items, programs, tiles)
+    fixed = num_splits is not None
+    if num_splits is not None:
+        unit = 1 if problem.sparse else problem.cache.page_size
+        total_programs = items * num_splits
+        slots = total_programs if num_splits > 1 else 0
+    else:
+        unit = tiles.block_n
+        total_programs = max(programs, items)
+        slots = num_slots(programs, items) if programs > 1 else 0
+
+    has_extra = problem.extra is not None
+    lengths = "lengths" if problem.has_length else "table"
+    extra_lengths = "extra_lengths" if problem.has_extra_length else "table"
+    extra_cache, extra_table = ("extra_kv_cache", "extra_table") if has_extra else ("kv_cache", "table")
+    sink = "attn_sink" if problem.has_sink else "softmax_scale"
+    schedule = "table" if fixed else "schedule"
+    lengths_known = {
+        "QUERIES": geometry.queries,
+        "HAS_LENGTH": problem.has_length,
+        "HAS_EXTRA": has_extra,
+        "HAS_EXTRA_LENGTH": problem.has_extra_length,
+    }
+    out_strides = problem.out_strides or row_major_strides(problem.out_shape)[:3]
+    all_rows = problem.h_kv * geometry.rows
+    output_shape = {
+        "S_Q": problem.s_q,
+        "H_Q": problem.h_q,
+        "GROUP": geometry.group,
+        "ROWS": geometry.rows,
+        "KV_HEADS": problem.h_kv,
+        "D_V": problem.d_v,
+        "SPARSE": problem.sparse,
+        "HAS_SINK": problem.has_sink,
+        "OUT_STRIDE_B": out_strides[0],
+        "OUT_STRIDE_S": out_strides[1],
+        "OUT_STRIDE_H": out_strides[2],
+        "FIXED_SPLITS": fixed,
+    }
+    launches = []
+    buffers = {
+        "out": Buffer(problem.out_shape, "float32" if facts.interpreted else problem.dtype),
+        "lse": Buffer(problem.lse_shape, "float32"),
+        "partial_out": Buffer((max(slots, 1) * (all_rows if slots else 1), problem.d_v), "float32"),
+        "partial_lse": Buffer((max(slots, 1) * (all_rows if slots else 1),), "float32"),
+    }
+    if not fixed:
+        buffers["schedule"] = Buffer((schedule_size(programs, items),), "int32")
+        program_block = max(_power_of_two(programs), 16)
+        launches.append(
+            Launch(
+                kernel=schedule_kernel,
+                inputs=(lengths, extra_lengths),
+                scalars=(items, programs, problem.max_tokens, problem.extra_width),
+                outputs=("schedule",),
+                constexprs={
+                    **lengths_known,
+                    "UNIT": unit,
+                    "FIXED_COST": tiles.fixed_cost,
+                    "SPLIT_COST": tiles.split_cost,
+                    "ITEM_CHUNK": 1024 if items > 128 else 128,
+                    "PAIR_CHUNK": max(8192 // program_block, 8),
+                    "PROGRAM_BLOCK": program_block,
+                },
+                grid=(1, 1, 1),
+                num_warps=8,
+                num_stages=1,
+            )
+        )
+    launches.append(
+        Launch(
+            kernel=attend_kernel,
+            inputs=(
+                "q",
+                "kv_cache",
+                "table",
+                lengths,
+                extra_cache,
+                extra_table,
+                extra_lengths,
+                "softmax_scale",
+                sink,
+                schedule,
+            ),
+            scalars=(
+                *problem.table_strides,
+                *problem.extra_table_strides,
+                min(problem.cache.num_slots - 1, INT32_MAX),
+                min(problem.extra.num_slots - 1, INT32_MAX) if problem.extra else -1,
+                problem.max_tokens,
+                problem.extra_width,
+                num_splits or 0,
+            ),
+            outputs=("out", "lse", "partial_out", "partial_lse"),
+            constexprs={
+                **output_shape,
+                "D_QK": problem.d_qk,
+                "CAUSAL": problem.causal,
+                "HAS_LENGTH": problem.has_length,
+                "HAS_EXTRA": has_extra,
+                "HAS_EXTRA_LENGTH": problem.has_extra_length,
+                "Q_STRIDE_B": problem.q_strides[0],
+                "Q_STRIDE_S": problem.q_strides[1],
+                "Q_STRIDE_H": problem.q_strides[2],
+                **_cache_constants(problem.cache),
+                **_cache_constants(problem.extra, "EXTRA_"),
+                "HEAD_STRIDE": problem.cache.head_stride,
+                "SCALE_TILE": fmt.scale_tile,
+                "NUM_SCALES": fmt.num_scales,
+                "SCALE_E8M0": fmt.scale_dtype == "e8m0",
+                "ROPE_OFFSET": fmt.rope_offset,
+                "INTERPRETED": facts.interpreted,
+                "NATIVE_FP8": facts.capability >= (8, 9),
+                "UNIT": unit,
+                "ONE_PAGE": not problem.sparse and problem.cache.page_size % tiles.block_n == 0 == unit % tiles.block_n,
+                "ROW_TILES": row_tiles,
+                "BLOCK_H": tiles.block_h,
+                "BLOCK_N": tiles.block_n,
+                "BLOCK_C": geometry.block_c,
+                "BLOCK_R": geometry.block_r,
+            },
+            grid=(total_programs * item_tiles, 1, 1),
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+        )
+    )
+    if slots:
+        block_d = min(geometry.block_c, 128)
+        tasks = min(items, slots) * all_rows * _cdiv(problem.d_v, block_d)
+        launches.append(
+            Launch(
+                kernel=combine_kernel,
+                inputs=(schedule, "partial_out", "partial_lse", sink, "out", "lse"),
+                scalars=(WORK_FIELDS.value * total_programs, items, num_splits or 0),
+                outputs=("out", "lse"),
+                constexprs={**output_shape, "BLOCK_PARTS": 32, "BLOCK_D": block_d},
+                grid=(min(tasks, 8 * facts.multiprocessors), 1, 1),
+                num_warps=4,
+                num_stages=1,
+            )
+        )
+    details = {
+        **asdict(tiles),
+        "items": items,
+        "tiles_per_item": item_tiles,
+        "programs": total_programs if fixed else programs,
+        "num_splits": num_splits if fixed else "made on the device",
+        "scratch_bytes": 4 * slots * all_rows * (problem.d_v + 1),
+    }
+    return Plan("triton", problem, facts, tuple(launches), buffers, details)

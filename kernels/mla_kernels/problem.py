@@ -162,13 +162,13 @@ def _infer_format(argument: str, spec: TensorSpec, page_size: int | None) -> Cac
         raise ValueError(
             f"{argument}: pages of {spec.shape[1]} bytes for page_size={page_size} do not say their format; pass cache_format"
         )
-    return MODEL1_FP8  # of the wrong rank: `_cache_spec` says so
+    return MODEL1_FP8  # of the wrong rank: `cache_spec` says so
 
 
-def _cache_spec(
+def cache_spec(
     argument: str, spec: TensorSpec, cache_format: str | None, page_size: int | None, d_qk: int, dtype: str
 ) -> tuple[CacheSpec, int]:
-    """The cache and its number of heads."""
+    """Checks one cache against the width and dtype of the queries: the cache and its number of heads.  Raises as `make_problem`."""
     fmt = get_format(cache_format) if cache_format is not None else _infer_format(argument, spec, page_size)
     if not fmt.quantised:
         _expect(
@@ -293,7 +293,7 @@ def make_problem(
     if isinstance(page_size, int) and extra_kv_cache is not None and len(extra_kv_cache.shape) != 2:
         sizes = (page_size, None)  # a cache with a page dimension says its own size
 
-    cache, h_kv = _cache_spec("kv_cache", kv_cache, cache_format, sizes[0], d_qk, q.dtype)
+    cache, h_kv = cache_spec("kv_cache", kv_cache, cache_format, sizes[0], d_qk, q.dtype)
     if sparse and h_kv != 1:
         raise ValueError(f"kv_cache: expected one key-value head for a sparse call, got {kv_cache}")
     _expect(h_q % h_kv == 0, "kv_cache", f"a number of heads that divides h_q={h_q}", kv_cache)
@@ -316,7 +316,7 @@ def make_problem(
     if extra_topk_length is not None and extra_indices is None:
         raise ValueError("extra_topk_length: goes with extra_kv_cache and extra_indices")
     if extra_kv_cache is not None and extra_indices is not None:
-        extra, extra_heads = _cache_spec("extra_kv_cache", extra_kv_cache, cache_format, sizes[1], d_qk, q.dtype)
+        extra, extra_heads = cache_spec("extra_kv_cache", extra_kv_cache, cache_format, sizes[1], d_qk, q.dtype)
         if extra.format != cache.format:
             raise NotImplementedError(
                 f"extra_kv_cache: its format must be that of kv_cache ({cache.format.name}), got {extra.format.name}"

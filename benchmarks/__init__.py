@@ -1,0 +1,1 @@
+"""Timings of `mla_torch` and `mla_jax` beside FlashMLA, in one process."""

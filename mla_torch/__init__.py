@@ -1,0 +1,14 @@
+"""MLA decode for PyTorch: one attention step over a paged latent KV cache, dense or sparse, 16-bit or quantised."""
+
+try:
+    import torch as _torch  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise ImportError("mla_torch needs PyTorch: pip install 'mla-decode[torch]'") from None
+
+from .api import decode, explain
+from .cache import dequantize_cache, quantize_cache
+from .reference import decode_reference
+
+__all__ = ["decode", "decode_reference", "dequantize_cache", "explain", "quantize_cache"]

@@ -1,0 +1,201 @@
+"""Executes plans with PyTorch tensors: device facts, buffers, the softmax scale's pointer and the launches."""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import triton
+
+from mla_kernels.attend import attend_kernel
+from mla_kernels.device import INTERPRETER, DeviceFacts
+from mla_kernels.launch import Launch, Plan
+
+# Triton decides when a kernel is defined, so the kernel itself is what knows.
+INTERPRETED = not isinstance(attend_kernel, triton.JITFunction)
+
+# Every tensor made here comes from this function: a test that replaces it sees, or poisons, all of them.
+allocate = torch.empty
+
+FLOAT32_MAX = torch.finfo(torch.float32).max
+SCALES_KEPT = 256
+SCALES_PINNED = 256
+
+_interpreter_lock = threading.Lock()  # Triton's interpreter keeps its state in module globals
+
+
+@functools.cache
+def _cuda_facts(index: int) -> DeviceFacts:
+    found = torch.cuda.get_device_properties(index)
+    shared_memory = getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block)
+    return DeviceFacts(found.name, (found.major, found.minor), found.multi_processor_count, shared_memory)
+
+
+def device_facts(device: torch.device) -> DeviceFacts | None:
+    """What planning may know of `device`; None where the kernels do not run."""
+    if device.type not in ("cpu", "cuda"):
+        return None
+    if INTERPRETED:
+        return INTERPRETER
+    if device.type == "cpu":
+        return None
+    return _cuda_facts(torch.cuda.current_device() if device.index is None else device.index)
+
+
+class Scales:
+    """One-element fp32 tensors of Python numbers, so that a repeated scale costs no fill.
+
+    A tensor is kept per device, stream and value, because its fill is ordered with the work of one stream only.  A tensor
+    that a CUDA graph captured is pinned: the graph replays its address for as long as it lives.  A value that is new during
+    a capture is not kept at all: its memory belongs to the graph, and its fill runs only when the graph is replayed.
+    """
+
+    def __init__(self, kept: int = SCALES_KEPT, pinned: int = SCALES_PINNED):
+        self._kept: OrderedDict[tuple, torch.Tensor] = OrderedDict()
+        self._pinned: dict[tuple, torch.Tensor] = {}
+        self._max_kept = kept
+        self._max_pinned = pinned
+        self._lock = threading.Lock()
+
+    def get(self, value: float, device: torch.device) -> torch.Tensor:
+        """fp32 [1] on `device`, which must be the current one if it is a CUDA device."""
+        stream, capturing = 0, False
+        if device.type == "cuda":
+            stream = torch.cuda.current_stream(device).cuda_stream
+            capturing = torch.cuda.is_current_stream_capturing()
+        key = (device, stream, value)
+        with self._lock:
+            found = self._pinned.get(key)
+            if found is None:
+                found = self._kept.get(key)
+                if found is not None and capturing:
+                    if len(self._pinned) < self._max_pinned:
+                        self._pinned[key] = found
+                    else:
+                        found = None
+                elif found is not None:
+                    self._kept.move_to_end(key)
+        if found is None:
+            found = torch.full((1,), value, dtype=torch.float32, device=device)
+            if not capturing:
+                with self._lock:
+                    self._kept[key] = found
+                    while len(self._kept) > self._max_kept:
+                        self._kept.popitem(last=False)
+        return found
+
+
+scales = Scales()
+
+
+def check_scale(value: Any, device: torch.device) -> float | torch.Tensor:
+    """`softmax_scale` as a Python number, or as a tensor of one element on `device`; never waits for a device.
+
+    Raises:
+      ValueError: neither a finite number that fp32 holds nor one floating-point element on the CPU or on `device`.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1 or not value.is_floating_point():
+            raise ValueError(
+                "softmax_scale: expected a number or a floating-point tensor of one element, "
+                f"got {_dtype_name(value.dtype)} {list(value.shape)}"
+            )
+        if value.device == device:
+            return value
+        if value.device.type != "cpu":
+            raise ValueError(f"softmax_scale: expected device {device}, as q has, or the CPU, got {value.device}")
+    try:
+        if isinstance(value, (bool, str, bytes)):
+            raise TypeError
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"softmax_scale: expected a number or a tensor of one element, got {value!r}") from None
+    if not (math.isfinite(number) and abs(number) <= FLOAT32_MAX):
+        raise ValueError(f"softmax_scale: expected a finite number that float32 holds, got {number}")
+    return number
+
+
+def scale_tensor(value: float | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The fp32 element that the kernels read, from what `check_scale` returned."""
+    if isinstance(value, torch.Tensor):
+        return value if value.dtype == torch.float32 else value.to(torch.float32)
+    return scales.get(value, device)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class _Step:
+    """One launch, with all that does not change between calls worked out."""
+
+    __slots__ = ("grid", "inputs", "kernel", "options", "outputs", "scalars")
+
+    def __init__(self, launch: Launch):
+        self.kernel = launch.kernel
+        self.grid = launch.grid
+        self.inputs = launch.inputs
+        self.scalars = launch.scalars
+        self.outputs = launch.outputs
+        self.options = {
+            **launch.constexprs,
+            "num_warps": launch.num_warps,
+            "num_stages": launch.num_stages,
+            # Stated because jax-triton and Triton could differ in their defaults, and the binaries must not.
+            "enable_fp_fusion": True,
+        }
+
+
+class Program:
+    """A plan made ready to be executed many times, by any number of threads."""
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        problem = plan.problem
+        self._buffers = [
+            (name, buffer.shape, getattr(torch, buffer.dtype)) for name, buffer in plan.buffers.items() if name != "out"
+        ]
+        out = plan.buffers["out"]
+        self._out_shape = out.shape
+        self._out_dtype = getattr(torch, out.dtype)
+        # The interpreter cannot round to 16 bits as a GPU does, so its plan computes `out` in fp32 and PyTorch rounds it.
+        self._rounded_to = None if out.dtype == problem.dtype else getattr(torch, problem.dtype)
+        self._steps = [_Step(launch) for launch in plan.launches if launch.grid[0] > 0]
+        self._lock = _interpreter_lock if plan.facts.interpreted else nullcontext()
+
+    def run(self, arrays: Mapping[str, torch.Tensor], out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Launches everything on the current stream of the current device; waits for nothing.
+
+        Args:
+          arrays: the call's tensors by the names that `Launch` lists.
+          out: written in place of a new tensor, with the strides that the plan's problem states.
+
+        Returns:
+          out [b, s_q, h_q, d_v] in the dtype of q, and lse fp32 [b, h_q, s_q].
+        """
+        device = arrays["q"].device
+        tensors = dict(arrays)
+        for name, shape, dtype in self._buffers:
+            tensors[name] = allocate(shape, dtype=dtype, device=device)
+        if out is None or self._rounded_to is not None:
+            tensors["out"] = allocate(self._out_shape, dtype=self._out_dtype, device=device)
+        else:
+            tensors["out"] = out
+        with self._lock:
+            for step in self._steps:
+                step.kernel[step.grid](
+                    *[tensors[name] for name in step.inputs],
+                    *step.scalars,
+                    *[tensors[name] for name in step.outputs],
+                    **step.options,
+                )
+        result = tensors["out"]
+        if self._rounded_to is not None:
+            result = result.to(self._rounded_to) if out is None else out.copy_(result)
+        return result, tensors["lse"]

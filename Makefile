@@ -7,7 +7,7 @@ EXTRAS ?= torch,jax,test
 JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); if [ $$n -gt 8 ]; then n=8; fi; echo $$n)
 ARGS ?=
 BIN := $(VENV)/bin
-PATHS := kernels mla_torch mla_jax tests benchmarks examples tools
+PATHS := .
 MAKEFLAGS += --no-print-directory
 export PYTHON
 

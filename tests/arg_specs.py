@@ -11,7 +11,6 @@ from functools import cache
 from typing import Any
 
 from benchmarks.cases import select_cases
-
 from tests.pairwise import Row, cover
 
 
@@ -188,7 +187,13 @@ def _scanned(row: Row, block: int) -> int:
     if row.get("topk", 0) or row.get("addressing") == "sparse":
         extra = row.get("extra") or (0, 0, False)
         return -(-row.get("topk", 1) // block) * block + -(-extra[1] // block) * block
-    return -(-row.get("length", 0) // block) * block if row.get("topk") == 0 or row.get("addressing") == "dense" else 0
+    if row.get("topk") != 0 and row.get("addressing") != "dense":
+        return 0
+    keys = row.get("length", 0)
+    if row.get("lengths") == "wild":  # clamped to what the table holds
+        page_size = row.get("page_size", 1)
+        keys = max(-(-keys // page_size), 1) * page_size
+    return -(-keys // block) * block
 
 
 def small_cost(row: Row) -> int:

@@ -1,0 +1,197 @@
+"""Making, reading and unmaking quantised KV caches.
+
+`decode_rows` is the one place in the JAX front end that turns stored bytes into numbers; the reference decodes through
+it.  Codes are taken apart and put together bit by bit: conversions of XLA's backends may round twice, flush subnormals
+or lose a NaN, integer arithmetic does not.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from mla_kernels.formats import CacheFormat, get_format
+from mla_kernels.problem import CacheSpec, TensorSpec, cache_spec
+
+E4M3_MAX = 448.0
+E4M3_NAN = 0x7F
+MIN_SCALE_EXPONENT = -13  # ceil(log2(1e-4))
+MIN_SCALE = 2.0**-100  # of an unrounded scale: a zero tile divides by it
+
+
+def tensor_spec(x: Any) -> TensorSpec:
+    return TensorSpec(tuple(x.shape), x.dtype.name)
+
+
+def decode_e4m3(code: jax.Array) -> jax.Array:
+    """uint8 codes -> fp32 values, exact for all 256 codes (0x7F and 0xFF are NaN)."""
+    bits = code.astype(jnp.uint32)
+    magnitude = bits & 0x7F
+    normal = lax.bitcast_convert_type((magnitude << 20) + jnp.uint32(120 << 23), jnp.float32)
+    subnormal = magnitude.astype(jnp.float32) * 2.0**-9
+    value = jnp.where(magnitude < 8, subnormal, jnp.where(magnitude == E4M3_NAN, jnp.nan, normal))
+    return jnp.where(bits >= 0x80, -value, value)
+
+
+def encode_e4m3(x: jax.Array) -> jax.Array:
+    """fp32 values of magnitude below 464 -> uint8 codes, rounded to nearest even; what is not finite becomes NaN, 0x7F."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    magnitude = bits & 0x7FFFFFFF
+    rounded = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
+    subnormal = jnp.round(lax.bitcast_convert_type(magnitude, jnp.float32) * 2.0**9)
+    code = jnp.where(magnitude < (121 << 23), subnormal.astype(jnp.uint32), rounded - (120 << 3))
+    code = code | ((bits >> 24) & 0x80)
+    return jnp.where(jnp.isfinite(x), code, E4M3_NAN).astype(jnp.uint8)
+
+
+def decode_rows(kv_cache: jax.Array, spec: CacheSpec, page: jax.Array, slot: jax.Array, dtype: Any) -> jax.Array:
+    """The latent rows of the given tokens as numbers.
+
+    Reads those rows and nothing else of the cache.
+
+    Args:
+      kv_cache: as `spec` describes it.
+      page: int32 [n], each in `0 .. spec.num_pages - 1`.
+      slot: int32 [n], each in `0 .. spec.page_size - 1`.
+      dtype: of the result; values and scales are widened to it before they are multiplied.
+
+    Returns:
+      [n, h_kv, d_qk].
+    """
+    fmt = spec.format
+    if not fmt.quantised:
+        return kv_cache[page, slot].astype(dtype)
+    raw = lax.bitcast_convert_type(kv_cache, jnp.uint8)
+    if fmt.scale_in_page:
+        raw = raw.reshape(spec.num_pages, math.prod(raw.shape[1:]))
+        data = _byte_runs(raw, page, slot * fmt.row_bytes, fmt.row_bytes)
+        scales = _byte_runs(raw, page, slot * fmt.scale_bytes + spec.page_size * fmt.row_bytes, fmt.num_scales)
+    else:
+        data = raw[page, slot, 0]
+        scales = data[:, fmt.scale_offset : fmt.scale_offset + fmt.scale_bytes]
+    values = decode_e4m3(data[:, : fmt.d_nope]).astype(dtype).reshape(-1, fmt.num_scales, fmt.scale_tile)
+    if fmt.scale_dtype == "float32":
+        scale = lax.bitcast_convert_type(scales.reshape(-1, fmt.num_scales, 4), jnp.float32).astype(dtype)
+        values = values * scale[:, :, None]
+    else:
+        # 2**-127 (code 0) is subnormal in fp32, and XLA flushes those: it is applied as 2**-126 and a half.
+        code = scales.astype(jnp.uint32)
+        scale = lax.bitcast_convert_type(jnp.maximum(code, 1) << 23, jnp.float32)
+        scale = jnp.where(code == 255, jnp.nan, scale).astype(dtype)
+        values = values * jnp.where(code == 0, 0.5, 1.0).astype(dtype)[:, :, None] * scale[:, :, None]
+    rope = data[:, fmt.rope_offset : fmt.rope_offset + 2 * fmt.d_rope].reshape(-1, fmt.d_rope, 2)
+    rope = lax.bitcast_convert_type(rope, jnp.bfloat16).astype(dtype)
+    return jnp.concatenate([values.reshape(-1, fmt.d_nope), rope], 1)[:, None]
+
+
+def _byte_runs(raw: jax.Array, page: jax.Array, offset: jax.Array, size: int) -> jax.Array:
+    """`size` bytes of a page from each offset: [n, size]."""
+    return jax.vmap(lambda p, o: lax.dynamic_slice(raw, (p, o), (1, size))[0])(page, offset)
+
+
+def quantize_cache(kv_cache: jax.Array, cache_format: str, *, power_of_two_scales: bool | None = None) -> jax.Array:
+    """Quantises a paged latent cache.  Works under `jit`.
+
+    Each tile of values shares a scale `s = 2 ** ceil(log2(max(amax / 448, 1e-4)))`, computed exactly, and each value is
+    stored as `e4m3(x / s)`, rounded to nearest even; the RoPE part is stored as bf16.  `amax` is over the finite values
+    of the tile: a NaN or an infinity (e4m3 has none) is stored as NaN and leaves its neighbours alone; in the RoPE part
+    an infinity stays one.
+
+    Args:
+      kv_cache: bf16, fp16 or fp32 [pages, page_size, 1, d_qk], with d_qk 576 for `v32_fp8` and 512 for `model1_fp8`.
+      cache_format: `"v32_fp8"` or `"model1_fp8"`.
+      power_of_two_scales: False (only `v32_fp8`) stores unrounded scales `max(amax / 448, 2**-100)`.  None means True.
+
+    Returns:
+      uint8 [pages, page_size, 1, 656] for `v32_fp8`; [pages, page_bytes] for `model1_fp8`, each page padded with zeros
+      to a multiple of 576 bytes (pass `page_size=` with it).
+
+    Raises:
+      ValueError: a wrong shape, dtype or combination.
+      NotImplementedError: a format that is reserved but not built.
+    """
+    fmt = _quantised_format(cache_format)
+    if power_of_two_scales is None:
+        power_of_two_scales = True
+    if not power_of_two_scales and fmt.scale_dtype != "float32":
+        raise ValueError(f"power_of_two_scales: a {fmt.name} cache has no other scales, got {power_of_two_scales!r}")
+    spec = tensor_spec(kv_cache)
+    if spec.dtype not in ("bfloat16", "float16", "float32"):
+        raise ValueError(f"kv_cache: expected bfloat16, float16 or float32, got {spec}")
+    if len(spec.shape) != 4 or spec.shape[2:] != (1, fmt.d_qk) or spec.shape[1] == 0:
+        raise ValueError(f"kv_cache: expected shape [pages, page_size, 1, {fmt.d_qk}] for {fmt.name}, got {spec}")
+
+    pages, size = spec.shape[:2]
+    x = jnp.asarray(kv_cache)[:, :, 0]
+    tiles = x[..., : fmt.d_nope].astype(jnp.float32).reshape(pages, size, fmt.num_scales, fmt.scale_tile)
+    codes, scale = _quantize_tiles(tiles, power_of_two_scales)
+    codes = codes.reshape(pages, size, fmt.d_nope)
+    rope = x[..., fmt.d_nope :].astype(jnp.bfloat16)
+    rope = lax.bitcast_convert_type(jnp.where(jnp.isnan(rope), jnp.nan, rope), jnp.uint8).reshape(pages, size, -1)
+    if fmt.scale_dtype == "float32":
+        scales = lax.bitcast_convert_type(scale, jnp.uint8).reshape(pages, size, fmt.scale_bytes)
+        return jnp.concatenate([codes, scales, rope], -1)[:, :, None]
+    exponents = (lax.bitcast_convert_type(scale, jnp.uint32) >> 23).astype(jnp.uint8)
+    exponents = jnp.pad(exponents, ((0, 0), (0, 0), (0, fmt.scale_bytes - fmt.num_scales)))
+    data = jnp.concatenate([codes, rope], -1).reshape(pages, size * fmt.row_bytes)
+    page = jnp.concatenate([data, exponents.reshape(pages, size * fmt.scale_bytes)], -1)
+    return jnp.pad(page, ((0, 0), (0, fmt.page_bytes(size) - size * fmt.token_bytes)))
+
+
+def _quantize_tiles(x: jax.Array, power_of_two: bool) -> tuple[jax.Array, jax.Array]:
+    """fp32 [..., tiles, tile] -> e4m3 codes as uint8 of the same shape, fp32 scales [..., tiles]."""
+    amax = jnp.where(jnp.isfinite(x), jnp.abs(x), 0.0).max(-1)
+    if power_of_two:
+        # amax = 1.m * 2**e and 448 = 1.75 * 2**8: the quotient's log2, rounded up, without a rounding on the way.
+        bits = lax.bitcast_convert_type(amax, jnp.int32)
+        exponent = (bits >> 23) - (127 + 8) + ((bits & 0x7FFFFF) > 0x600000)
+        exponent = jnp.maximum(exponent, MIN_SCALE_EXPONENT)
+        scale = lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+    else:
+        scale = jnp.maximum(_divide(amax, jnp.float32(E4M3_MAX)), MIN_SCALE)
+    return encode_e4m3(_divide(x, scale[..., None])), scale
+
+
+def _divide(x: jax.Array, y: jax.Array) -> jax.Array:
+    """x / y for a y that is broadcast, which XLA would turn into a product with the rounded reciprocal of y."""
+    return x / lax.optimization_barrier(jnp.broadcast_to(y, x.shape))
+
+
+def dequantize_cache(
+    kv_cache: jax.Array, cache_format: str, *, page_size: int | None = None, dtype: Any = jnp.bfloat16
+) -> jax.Array:
+    """The numbers that a quantised cache holds.  Works under `jit`.
+
+    Args:
+      kv_cache: bytes (uint8, int8 or float8_e4m3fn), [pages, page_size, 1, bytes of a token] or, for `model1_fp8`,
+        [pages, page_bytes].
+      cache_format: `"v32_fp8"` or `"model1_fp8"`.
+      page_size: tokens per page; needed for [pages, page_bytes].
+      dtype: of the result.  Value times scale is computed in fp32 (fp64 if that is `dtype`) and rounded once.
+
+    Returns:
+      [pages, page_size, 1, d_qk].
+
+    Raises:
+      ValueError: a wrong shape, dtype or combination.
+      NotImplementedError: a format that is reserved but not built.
+    """
+    fmt = _quantised_format(cache_format)
+    assert fmt.d_qk is not None
+    spec, _ = cache_spec("kv_cache", tensor_spec(kv_cache), cache_format, page_size, fmt.d_qk, "bfloat16")
+    wide = jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
+    if spec.num_slots == 0:
+        return jnp.zeros((spec.num_pages, spec.page_size, 1, fmt.d_qk), dtype)
+    page, slot = jnp.divmod(jnp.arange(spec.num_slots, dtype=jnp.int32), spec.page_size)
+    rows = decode_rows(jnp.asarray(kv_cache), spec, page, slot, wide).astype(dtype)
+    return rows.reshape(spec.num_pages, spec.page_size, 1, fmt.d_qk)
+
+
+def _quantised_format(cache_format: str) -> CacheFormat:
+    fmt = get_format(cache_format)
+    if not fmt.quantised:
+        raise ValueError(f"cache_format: expected a quantised format, got {cache_format!r}")
+    return fmt

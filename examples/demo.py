@@ -32,18 +32,18 @@ import mla_jax
 import mla_torch
 
 HEADS, PAGE_SIZE = 128, 64
-COSINE_LIMITS = {"bf16": 5e-6, "v32_fp8": 1e-5, "model1_fp8": 1e-5}  # one step is bf16 products, fp8 rounds to bf16 before them
+COSINE_LIMITS = {"bf16": 5e-6, "v32_fp8": 1e-5, "model1_fp8": 1e-5}  # fp8 values are rounded to bf16 before the products
 
 
-def torch_dense_step(q, kv_cache, block_table, cache_seqlens):
-    """q [b, 1, 128, 576] bf16, kv_cache [pages, 64, 1, 576] bf16, block_table [b, max_pages], cache_seqlens [b]."""
-    return mla_torch.decode(q, kv_cache, block_table, cache_seqlens, softmax_scale=576**-0.5)
+def torch_step(q, kv_cache, block_table, cache_seqlens):
+    """q [b, 1, 128, 576], kv_cache [pages, 64, 1, 576]; block_table [b, max_pages] and cache_seqlens [b] are int32."""
+    return mla_torch.decode(q, kv_cache, block_table, cache_seqlens)
 
 
 @jax.jit
-def jax_sparse_step(q, kv_cache, indices):
-    """q [b, 1, 128, 576] bf16, kv_cache [pages, 64, 1, 576] bf16, indices [b, 1, topk] (slots, -1 where there is none)."""
-    kv_cache = mla_jax.quantize_cache(kv_cache, "v32_fp8")  # a server keeps it like this
+def jax_step(q, kv_cache, indices):
+    """q [b, 1, 128, 576], kv_cache uint8 [pages, 64, 1, 656], as quantize_cache(..., "v32_fp8") gives it;
+    indices int32 [b, 1, topk] are slots page * 64 + offset, -1 where there is none."""
     return mla_jax.decode(q, kv_cache, indices=indices)
 
 
@@ -189,6 +189,17 @@ def report(step: Step, runs: list[tuple[str, Callable, Any, str, int]]) -> bool:
     return good
 
 
+def show_code(dense: Step, sparse: Step) -> None:
+    """Prints the functions above, and what they return."""
+    print("\nIn your code:\n\nimport mla_torch, mla_jax\n")
+    torch_call = dense.arguments(to_torch("cuda" if GPU else "cpu"), mla_torch.quantize_cache)
+    jax_call = sparse.arguments(to_jax(jax.devices()[0]), mla_jax.quantize_cache)
+    for function, arguments in ((torch_step, torch_call), (jax_step, jax_call)):
+        out, lse = function(**arguments)
+        print(inspect.getsource(function))
+        print(f"# out {list(out.shape)} {out.dtype}, lse {list(lse.shape)} {lse.dtype}\n")
+
+
 def main() -> int:
     start = time.perf_counter()
     cpu = jax.devices("cpu")[0]
@@ -208,12 +219,10 @@ def main() -> int:
         runs.append(("JAX, kernels interpreted", run_jax, cpu, "triton", 0))
     print(f"{HEADS} heads, pages of {PAGE_SIZE}, std 1; ms is the best call as seen by the host")
     good = True
-    for step in make_steps():
+    steps = make_steps()
+    for step in steps:
         good &= report(step, runs)
-    print("\nIn your code:\n")
-    print("import mla_torch, mla_jax\n")
-    print(inspect.getsource(torch_dense_step))
-    print(inspect.getsource(jax_sparse_step))
+    show_code(steps[0], steps[1])
     print(f"{'All results agree with fp64' if good else 'SOME RESULTS DISAGREE'}; {time.perf_counter() - start:.0f} s")
     return 0 if good else 1
 

@@ -1,0 +1,116 @@
+"""Executes a plan's interpreted kernels on the host, inside a JAX callback; no other framework is needed.
+
+Triton's interpreter takes tensors with the methods of PyTorch's.  `HostArray` is the part of them that it asks for, over
+numpy, so that kernels run interpreted where PyTorch is not installed.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from mla_kernels.launch import Plan
+
+# The interpreter keeps its state in module globals.
+_LOCK = threading.Lock()
+
+
+class HostStorage:
+    """The memory of a `HostArray`."""
+
+    def __init__(self, array: np.ndarray):
+        self.array = array
+
+    def data_ptr(self) -> int:
+        return self.array.ctypes.data
+
+    def size(self) -> int:
+        return self.array.nbytes
+
+    def cpu(self) -> HostStorage:
+        return self
+
+    def copy_(self, other: HostStorage) -> HostStorage:
+        """Nothing to do: `cpu` handed out this memory, not a copy."""
+        return self
+
+
+class HostArray:
+    """A C-contiguous numpy array with the methods that Triton's interpreter calls on a tensor."""
+
+    def __init__(self, array: np.ndarray | None = None, dtype: str | None = None):
+        self.array = array
+        self.dtype = dtype if array is None else array.dtype.name
+
+    def data_ptr(self) -> int:
+        return self.untyped_storage().data_ptr()
+
+    def untyped_storage(self) -> HostStorage:
+        return HostStorage(self._array())
+
+    def element_size(self) -> int:
+        return self._array().itemsize
+
+    def storage_offset(self) -> int:
+        return 0
+
+    def size(self) -> tuple[int, ...]:
+        return self._array().shape
+
+    def stride(self) -> tuple[int, ...]:
+        array = self._array()
+        return tuple(step // array.itemsize for step in array.strides)
+
+    def new_empty(self, size: Any, device: str = "cpu") -> HostArray:
+        """An array of this dtype without memory, which `set_` gives it."""
+        return HostArray(dtype=self.dtype)
+
+    def set_(self, storage: HostStorage, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> HostArray:
+        self.array = storage.array
+        return self
+
+    def _array(self) -> np.ndarray:
+        if self.array is None:
+            raise RuntimeError("this array has no memory yet")
+        return self.array
+
+
+def execute(plan: Plan, arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Runs the launches of `plan` in order on the host and returns its buffers `out` and `lse`."""
+    live = {name: np.ascontiguousarray(value) for name, value in arrays.items()}
+    for name, buffer in plan.buffers.items():
+        live[name] = np.empty(buffer.shape, buffer.dtype)
+    with _LOCK:
+        for launch in plan.launches:
+            inputs = [HostArray(live[name]) for name in launch.inputs]
+            outputs = [HostArray(live[name]) for name in launch.outputs]
+            launch.kernel[launch.grid](*inputs, *launch.scalars, *outputs, **launch.constexprs)
+    return live["out"], live["lse"]
+
+
+def run(plan: Plan, arrays: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Traces a callback that executes `plan`.
+
+    Args:
+      plan: of interpreted kernels.
+      arrays: the arrays of the call by the names that the plan's launches use; caches of bytes are uint8.
+
+    Returns:
+      `(out, lse)`; `out` is rounded once, to nearest even, from the plan's buffer to the dtype of q.
+    """
+    problem = plan.problem
+    results = (
+        jax.ShapeDtypeStruct(problem.out_shape, problem.dtype),
+        jax.ShapeDtypeStruct(problem.lse_shape, "float32"),
+    )
+    return jax.pure_callback(functools.partial(_callback, plan), results, dict(arrays))
+
+
+def _callback(plan: Plan, arrays: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    out, lse = execute(plan, {name: np.asarray(value) for name, value in arrays.items()})
+    return out.astype(plan.problem.dtype), lse

@@ -1,0 +1,77 @@
+"""Executes a plan with jax-triton: one `triton_call` per launch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir, xla
+
+from mla_kernels.launch import Plan
+
+from . import jax_triton_compat
+
+
+def run(plan: Plan, arrays: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Traces the launches of `plan`.
+
+    Args:
+      plan: of an implementation whose kernels are compiled, not interpreted.
+      arrays: the arrays of the call by the names that the plan's launches use; caches of bytes are uint8.
+
+    Returns:
+      `(out, lse)` as the plan's buffers of these names describe them.
+    """
+    live = dict(arrays)
+    for launch in plan.launches:
+        buffers = [plan.buffers[name] for name in launch.outputs]
+        with jax.named_scope(launch.name):
+            results = jax_triton_compat.triton_call(
+                launch.kernel,
+                [live[name] for name in launch.inputs],
+                launch.scalars,
+                [jax.ShapeDtypeStruct(buffer.shape, buffer.dtype) for buffer in buffers],
+                launch.constexprs,
+                grid=launch.grid,
+                num_warps=launch.num_warps,
+                num_stages=launch.num_stages,
+                compute_capability=plan.facts.compute_capability,
+                aliases=launch.aliases,
+                name=launch.name,
+            )
+        live.update(zip(launch.outputs, results, strict=True))
+    return live["out"], live["lse"]
+
+
+# Stands for the kernels on every platform but CUDA.  It can be traced, because a traced function may be lowered for CUDA
+# alone; only lowering it for another platform is an error.
+_elsewhere_p = Primitive("mla_decode_needs_cuda")
+_elsewhere_p.multiple_results = True
+_elsewhere_p.def_impl(functools.partial(xla.apply_primitive, _elsewhere_p))
+
+
+@_elsewhere_p.def_abstract_eval
+def _elsewhere_abstract_eval(*, results: Sequence[jax.core.ShapedArray], **_: Any) -> Sequence[jax.core.ShapedArray]:
+    return results
+
+
+def _elsewhere_lowering(ctx: Any, *, implementation: str, **_: Any) -> Any:
+    platforms = ", ".join(ctx.module_context.platforms)
+    raise NotImplementedError(f"implementation: {implementation!r} needs a CUDA device and got platform {platforms}")
+
+
+mlir.register_lowering(_elsewhere_p, _elsewhere_lowering)
+
+
+def run_elsewhere(plan: Plan, arrays: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Traces what raises NotImplementedError when it is lowered: the plan's kernels on a platform that is not CUDA."""
+    problem = plan.problem
+    results = (
+        jax.core.ShapedArray(problem.out_shape, jax.numpy.dtype(problem.dtype)),
+        jax.core.ShapedArray(problem.lse_shape, jax.numpy.dtype("float32")),
+    )
+    out, lse = _elsewhere_p.bind(results=results, implementation=plan.implementation)
+    return out, lse

@@ -168,7 +168,7 @@ def _bytes(name: str, cache: torch.Tensor) -> torch.Tensor:
 
 
 def _check_call(
-    tensors: dict[str, Any], options: tuple, implementation: Any, softmax_scale: Any
+    tensors: dict[str, Any], options: tuple[Any, Any, Any, Any, Any], implementation: Any, softmax_scale: Any
 ) -> tuple[_Prepared, float | torch.Tensor]:
     """Everything that comes before the first launch; turns quantised caches in `tensors` into uint8.
 

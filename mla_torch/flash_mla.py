@@ -36,23 +36,6 @@ _RENAMED = {
 _RENAME = re.compile(rf"\b({'|'.join(_RENAMED)})\b")
 
 
-@dataclass(frozen=True)
-class Config:
-    """What calls that share a `FlashMLASchedMeta` have in common."""
-
-    b: int
-    s_q: int
-    h_q: int
-    page_block_size: int
-    h_k: int
-    causal: bool
-    is_fp8_kvcache: bool
-    topk: int | None
-    extra_page_block_size: int | None
-    extra_topk: int | None
-    enable_batch_invariant: bool
-
-
 @dataclass
 class FlashMLASchedMeta:
     """Remembers the configuration of the first call that used it, and nothing that could go stale.
@@ -63,7 +46,21 @@ class FlashMLASchedMeta:
       tile_scheduler_metadata, num_splits: always None; a schedule is made on the device in every call.
     """
 
-    Config = Config
+    @dataclass(frozen=True)
+    class Config:
+        """What calls that share a metadata object have in common."""
+
+        b: int
+        s_q: int
+        h_q: int
+        page_block_size: int
+        h_k: int
+        causal: bool
+        is_fp8_kvcache: bool
+        topk: int | None
+        extra_page_block_size: int | None
+        extra_topk: int | None
+        enable_batch_invariant: bool
 
     have_initialized: bool = False
     config: Config | None = None
@@ -99,8 +96,16 @@ def _check_later(later: dict[str, Any]) -> tuple[bool, str | None]:
     return batch_invariant, None if kv_format is None else _KV_FORMATS[kv_format]
 
 
-def _check_config(recorded: Config, now: Config) -> None:
-    for field in fields(Config):
+def _check_metadata(metadata: Any, num_splits: Any) -> None:
+    if not isinstance(metadata, FlashMLASchedMeta):
+        kind = type(metadata).__name__
+        raise TypeError(f"tile_scheduler_metadata: expected the FlashMLASchedMeta that get_mla_metadata() returns, got {kind}")
+    if num_splits is not None:
+        raise ValueError(f"num_splits: expected None, as get_mla_metadata() returns it, got {num_splits!r}")
+
+
+def _check_config(recorded: FlashMLASchedMeta.Config, now: FlashMLASchedMeta.Config) -> None:
+    for field in fields(FlashMLASchedMeta.Config):
         before, value = getattr(recorded, field.name), getattr(now, field.name)
         if before != value:
             raise ValueError(
@@ -161,11 +166,7 @@ def flash_mla_with_kvcache(
       TypeError: an unknown keyword argument, or a metadata object of another kind.
     """
     batch_invariant, cache_format = _check_later(later)
-    if not isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
-        kind = type(tile_scheduler_metadata).__name__
-        raise TypeError(f"tile_scheduler_metadata: expected the FlashMLASchedMeta that get_mla_metadata() returns, got {kind}")
-    if num_splits is not None:
-        raise ValueError(f"num_splits: expected None, as get_mla_metadata() returns it, got {num_splits!r}")
+    _check_metadata(tile_scheduler_metadata, num_splits)
     _expect_4d("q", q)
     _expect_4d("k_cache", k_cache)
     if extra_k_cache is not None:
@@ -174,7 +175,7 @@ def flash_mla_with_kvcache(
     if is_fp8_kvcache is not None and bool(is_fp8_kvcache) != holds_bytes:
         raise ValueError(f"is_fp8_kvcache: {is_fp8_kvcache}, but k_cache is {str(k_cache.dtype).removeprefix('torch.')}")
     sparse = indices is not None
-    config = Config(
+    config = FlashMLASchedMeta.Config(
         b=q.shape[0],
         s_q=q.shape[1],
         h_q=q.shape[2],

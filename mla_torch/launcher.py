@@ -63,24 +63,17 @@ class Scales:
         self._max_pinned = pinned
         self._lock = threading.Lock()
 
-    def get(self, value: float, device: torch.device) -> torch.Tensor:
-        """fp32 [1] on `device`, which must be the current one if it is a CUDA device."""
-        stream, capturing = 0, False
-        if device.type == "cuda":
-            stream = torch.cuda.current_stream(device).cuda_stream
-            capturing = torch.cuda.is_current_stream_capturing()
+    def get(self, value: float, device: torch.device, stream: int = 0, capturing: bool = False) -> torch.Tensor:
+        """fp32 [1] on `device`; `stream` is the current one there, `capturing` whether a graph is being captured from it."""
         key = (device, stream, value)
         with self._lock:
             found = self._pinned.get(key)
-            if found is None:
-                found = self._kept.get(key)
-                if found is not None and capturing:
-                    if len(self._pinned) < self._max_pinned:
-                        self._pinned[key] = found
-                    else:
-                        found = None
-                elif found is not None:
-                    self._kept.move_to_end(key)
+            if found is None and key in self._kept:
+                self._kept.move_to_end(key)
+                if not capturing:
+                    found = self._kept[key]
+                elif len(self._pinned) < self._max_pinned:
+                    found = self._pinned[key] = self._kept[key]
         if found is None:
             found = torch.full((1,), value, dtype=torch.float32, device=device)
             if not capturing:
@@ -122,10 +115,13 @@ def check_scale(value: Any, device: torch.device) -> float | torch.Tensor:
 
 
 def scale_tensor(value: float | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The fp32 element that the kernels read, from what `check_scale` returned."""
+    """The fp32 element that the kernels read, from what `check_scale` returned; a CUDA `device` must be the current one."""
     if isinstance(value, torch.Tensor):
         return value if value.dtype == torch.float32 else value.to(torch.float32)
-    return scales.get(value, device)
+    if device.type != "cuda":
+        return scales.get(value, device)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    return scales.get(value, device, stream, torch.cuda.is_current_stream_capturing())
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -139,13 +139,11 @@ sys.meta_path.insert(0, Hide())
 try:
     import {package}
 except ImportError as error:
-    print(error, error.__cause__, error.__suppress_context__, sep="|")
+    print(error)
 """
-    message, cause, suppressed = user_code(installed, code).strip().split("|")
+    (message,) = user_code(installed, code).splitlines()
     assert package in message
-    assert f"pip install 'mla-decode[{framework}]'" in message
-    assert "\n" not in message
-    assert (cause, suppressed) == ("None", "True")
+    assert f"mla-decode[{framework}]" in message
 
 
 @pytest.mark.parametrize("before", [None, "", "set"])

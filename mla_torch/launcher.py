@@ -107,6 +107,8 @@ def check_scale(value: Any, device: torch.device) -> float | torch.Tensor:
         if isinstance(value, (bool, str, bytes)):
             raise TypeError
         number = float(value)
+    except OverflowError:
+        number = math.inf
     except (TypeError, ValueError):
         raise ValueError(f"softmax_scale: expected a number or a tensor of one element, got {value!r}") from None
     if not (math.isfinite(number) and abs(number) <= FLOAT32_MAX):

@@ -11,75 +11,36 @@ from .softmax import LN2, LOG2E, LOWEST, row_coordinates, sink_factor
 
 
 @triton.jit
-def _attend_keys(
-    acc,
-    m,
-    l,
-    q_c,
-    q_r,
-    scale_log2,
-    row_end,  # int32 [BLOCK_H]: a row sees the keys before it (causal calls only)
+def _slot_rows(
     cache_ptr,
-    table_ptr,  # row of the block table, or of the indices
-    lo,
-    hi,
-    last_slot,
+    page,  # int32 [N]
+    slot,  # int32 [N]: token within the page
     kv_head,
-    COMPUTE: tl.constexpr,
-    SPARSE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    ONE_PAGE: tl.constexpr,
-    D_QK: tl.constexpr,
-    D_V: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_R: tl.constexpr,
     PAGE_STRIDE: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr,
     HEAD_STRIDE: tl.constexpr,
-    SCALE_TILE: tl.constexpr,
-    NUM_SCALES: tl.constexpr,
     SCALE_BASE: tl.constexpr,
     SCALE_STRIDE: tl.constexpr,
-    SCALE_E8M0: tl.constexpr,
-    ROPE_OFFSET: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
 ):
-    """Folds the keys [lo, hi) of one scope into the running (acc, m, l); m and the scores are in units of log2."""
-    for start in tl.range(lo, hi, BLOCK_N):
-        t = start + tl.arange(0, BLOCK_N)
-        ok = t < hi
-        if SPARSE:
-            index = tl.load(table_ptr + t, mask=ok, other=-1)
-            ok = (index >= 0) & (index <= last_slot)
-            index = tl.where(ok, index, 0)
-            page = (index // PAGE_SIZE).to(tl.int64)
-            slot = index % PAGE_SIZE
-        elif ONE_PAGE:  # a block of keys never crosses a page
-            page = tl.load(table_ptr + start // PAGE_SIZE).to(tl.int64) + tl.zeros([BLOCK_N], tl.int64)
-            slot = start % PAGE_SIZE + tl.arange(0, BLOCK_N)
-        else:
-            page = tl.load(table_ptr + t // PAGE_SIZE, mask=ok, other=0).to(tl.int64)
-            slot = t % PAGE_SIZE
-        c, r = load_rows(
-            cache_ptr, page, slot, ok, kv_head, COMPUTE, D_QK, D_V, BLOCK_C, BLOCK_R, PAGE_STRIDE, TOKEN_STRIDE, HEAD_STRIDE,
-            SCALE_TILE, NUM_SCALES, SCALE_BASE, SCALE_STRIDE, SCALE_E8M0, ROPE_OFFSET, NATIVE_FP8,
-        )  # fmt: skip
-        s = tl.dot(q_c, tl.trans(c))  # [BLOCK_H, BLOCK_N]
-        if BLOCK_R > 0:
-            s = tl.dot(q_r, tl.trans(r), s)
-        keep = ok[None, :]
-        if CAUSAL:
-            keep = keep & (t[None, :] < row_end[:, None])
-        s = tl.where(keep, s * scale_log2, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1))
-        alpha = tl.exp2(m - m_new)
-        p = tl.exp2(s - m_new[:, None])
-        l = l * alpha + tl.sum(p, 1)
-        acc = tl.dot(p.to(COMPUTE), c, acc * alpha[:, None])
-        m = m_new
-    return acc, m, l
+    """Pointers to the rows of tokens, and to their scales."""
+    page_ptr = cache_ptr + page.to(tl.int64) * PAGE_STRIDE
+    row_ptr = page_ptr + slot.to(tl.int64) * TOKEN_STRIDE + kv_head * HEAD_STRIDE
+    return row_ptr, page_ptr + slot.to(tl.int64) * SCALE_STRIDE + SCALE_BASE
+
+
+@triton.jit
+def _index_rows(
+    cache_ptr,
+    index,  # int32 [N]: flat slots
+    PAGE_SIZE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
+    SCALE_BASE: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr,
+):
+    return _slot_rows(
+        cache_ptr, index // PAGE_SIZE, index % PAGE_SIZE, 0, PAGE_STRIDE, TOKEN_STRIDE, 0, SCALE_BASE, SCALE_STRIDE
+    )
 
 
 @triton.jit(
@@ -148,6 +109,7 @@ def attend_kernel(
     NUM_SCALES: tl.constexpr,
     SCALE_E8M0: tl.constexpr,
     ROPE_OFFSET: tl.constexpr,
+    ROW_ALIGN: tl.constexpr,
     # the plan
     INTERPRETED: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
@@ -167,8 +129,6 @@ def attend_kernel(
     program = tl.program_id(0) // TILES
     tile = tl.program_id(0) % TILES
     kv_head = tile // ROW_TILES
-    row = (tile % ROW_TILES) * BLOCK_H + tl.arange(0, BLOCK_H)
-    row_ok = row < ROWS
     col_c = tl.arange(0, BLOCK_C)
     scale_log2 = tl.load(scale_ptr) * LOG2E
 
@@ -188,9 +148,9 @@ def attend_kernel(
         first_slot = tl.load(work + 4)
         last_slot_of_item = tl.load(work + 5)
 
-    for item in range(first_item, last_item + 1):
+    for item in tl.range(first_item, last_item + 1, disable_licm=True):
         length, extra_length = item_lengths(
-            item, None, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens,
+            item, item >= 0, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens,
             QUERIES, HAS_LENGTH, HAS_EXTRA, HAS_EXTRA_LENGTH,
         )  # fmt: skip
         units = item_units(length, extra_length, UNIT)
@@ -203,8 +163,10 @@ def attend_kernel(
             lo_unit = tl.where(item == first_item, first_unit, 0)
             hi_unit = tl.where(item == last_item, end_unit, units)
             partial = (lo_unit > 0) | (hi_unit < units)
-        slot = tl.where(item == first_item, first_slot, last_slot_of_item)
+        scratch_slot = tl.where(item == first_item, first_slot, last_slot_of_item)
 
+        row = (tile % ROW_TILES) * BLOCK_H + tl.arange(0, BLOCK_H)
+        row_ok = row < ROWS
         request, query, head = row_coordinates(item, row, S_Q, GROUP, SPARSE)
         head = kv_head * GROUP + head
         request = request.to(tl.int64)
@@ -228,33 +190,84 @@ def attend_kernel(
         table_row = table_ptr + request * table_stride_b
         if SPARSE:
             table_row += (item % S_Q).to(tl.int64) * table_stride_s
-        acc, m, l = _attend_keys(
-            acc, m, l, q_c, q_r, scale_log2, row_end, cache_ptr, table_row,
-            tl.minimum(lo_unit * UNIT, length), tl.minimum(hi_unit * UNIT, length), last_slot, kv_head,
-            COMPUTE, SPARSE, CAUSAL, BLOCK_N, PAGE_SIZE, ONE_PAGE, D_QK, D_V, BLOCK_C, BLOCK_R,
-            PAGE_STRIDE, TOKEN_STRIDE, HEAD_STRIDE, SCALE_TILE, NUM_SCALES, SCALE_BASE, SCALE_STRIDE, SCALE_E8M0,
-            ROPE_OFFSET, NATIVE_FP8,
-        )  # fmt: skip
+        lo = tl.minimum(lo_unit * UNIT, length)
+        hi = tl.minimum(hi_unit * UNIT, length)
+        main_blocks = (hi - lo + BLOCK_N - 1) // BLOCK_N
+        blocks = main_blocks
         if HAS_EXTRA:
-            main_units = (length + UNIT - 1) // UNIT
             extra_row = extra_table_ptr + request * extra_table_stride_b + (item % S_Q).to(tl.int64) * extra_table_stride_s
-            acc, m, l = _attend_keys(
-                acc, m, l, q_c, q_r, scale_log2, row_end, extra_cache_ptr, extra_row,
-                tl.minimum(tl.maximum(lo_unit - main_units, 0) * UNIT, extra_length),
-                tl.minimum(tl.maximum(hi_unit - main_units, 0) * UNIT, extra_length), extra_last_slot, kv_head,
-                COMPUTE, SPARSE, CAUSAL, BLOCK_N, EXTRA_PAGE_SIZE, ONE_PAGE, D_QK, D_V, BLOCK_C, BLOCK_R,
-                EXTRA_PAGE_STRIDE, EXTRA_TOKEN_STRIDE, HEAD_STRIDE, SCALE_TILE, NUM_SCALES, EXTRA_SCALE_BASE,
-                EXTRA_SCALE_STRIDE, SCALE_E8M0, ROPE_OFFSET, NATIVE_FP8,
+            main_units = (length + UNIT - 1) // UNIT
+            extra_lo = tl.minimum(tl.maximum(lo_unit - main_units, 0) * UNIT, extra_length)
+            extra_hi = tl.minimum(tl.maximum(hi_unit - main_units, 0) * UNIT, extra_length)
+            blocks += (extra_hi - extra_lo + BLOCK_N - 1) // BLOCK_N
+
+        for block in tl.range(0, blocks, disable_licm=True):
+            # Where the keys of this block lie is all that dense, sparse and extra keys differ in.
+            t = lo + block * BLOCK_N + tl.arange(0, BLOCK_N)
+            ok = t < hi
+            if not SPARSE:
+                if ONE_PAGE:  # a block of keys never crosses a page
+                    page = tl.load(table_row + (lo + block * BLOCK_N) // PAGE_SIZE)
+                    slot = (lo + block * BLOCK_N) % PAGE_SIZE + tl.arange(0, BLOCK_N)
+                else:
+                    page = tl.load(table_row + t // PAGE_SIZE, mask=ok, other=0)
+                    slot = t % PAGE_SIZE
+                row_ptr, row_scale_ptr = _slot_rows(
+                    cache_ptr, page, slot, kv_head, PAGE_STRIDE, TOKEN_STRIDE, HEAD_STRIDE, SCALE_BASE, SCALE_STRIDE
+                )
+            elif not HAS_EXTRA:
+                index = tl.load(table_row + t, mask=ok, other=-1)
+                ok = (index >= 0) & (index <= last_slot)
+                index = tl.where(ok, index, 0)
+                row_ptr, row_scale_ptr = _index_rows(
+                    cache_ptr, index, PAGE_SIZE, PAGE_STRIDE, TOKEN_STRIDE, SCALE_BASE, SCALE_STRIDE
+                )
+            else:
+                in_extra = block >= main_blocks
+                extra_t = extra_lo + (block - main_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+                entry = tl.where(in_extra, extra_row, table_row) + tl.where(in_extra, extra_t, t)
+                ok = tl.where(in_extra, extra_t < extra_hi, ok)
+                index = tl.load(entry, mask=ok, other=-1)
+                ok = (index >= 0) & (index <= tl.where(in_extra, extra_last_slot, last_slot))
+                index = tl.where(ok, index, 0)
+                main_ptr, main_scale_ptr = _index_rows(
+                    cache_ptr, index, PAGE_SIZE, PAGE_STRIDE, TOKEN_STRIDE, SCALE_BASE, SCALE_STRIDE
+                )
+                other_ptr, other_scale_ptr = _index_rows(
+                    extra_cache_ptr, index, EXTRA_PAGE_SIZE, EXTRA_PAGE_STRIDE, EXTRA_TOKEN_STRIDE, EXTRA_SCALE_BASE,
+                    EXTRA_SCALE_STRIDE,
+                )  # fmt: skip
+                row_ptr = tl.where(in_extra, other_ptr, main_ptr)
+                row_scale_ptr = tl.where(in_extra, other_scale_ptr, main_scale_ptr)
+            # Selecting between pointers hides their alignment from some compilers.
+            row_ptr = tl.multiple_of(row_ptr, ROW_ALIGN)
+            c, r = load_rows(
+                row_ptr, row_scale_ptr, ok, COMPUTE, D_QK, D_V, BLOCK_C, BLOCK_R, SCALE_TILE, NUM_SCALES, SCALE_E8M0,
+                ROPE_OFFSET, NATIVE_FP8,
             )  # fmt: skip
+            s = tl.dot(q_c, tl.trans(c))  # [BLOCK_H, BLOCK_N]
+            if BLOCK_R > 0:
+                s = tl.dot(q_r, tl.trans(r), s)
+            keep = ok[None, :]
+            if CAUSAL:
+                keep = keep & (t[None, :] < row_end[:, None])
+            s = tl.where(keep, s * scale_log2, float("-inf"))
+            m_new = tl.maximum(m, tl.max(s, 1))
+            alpha = tl.exp2(m - m_new)
+            p = tl.exp2(s - m_new[:, None])
+            l = l * alpha + tl.sum(p, 1)
+            acc = tl.dot(p.to(COMPUTE), c, acc * alpha[:, None])
+            m = m_new
 
         empty = l == 0.0
-        acc = acc * tl.where(empty, 0.0, 1.0 / l)[:, None]
+        l = tl.where(empty, 1.0, l)  # an empty row has acc == 0
+        acc = acc / l[:, None]
         lse = (m + tl.log2(l)) * LN2
         out_mask = row_ok[:, None]
         if D_V != BLOCK_C:
             out_mask = out_mask & (col_c < D_V)[None, :]
         if partial:
-            part = slot.to(tl.int64) * (KV_HEADS * ROWS) + kv_head * ROWS + row
+            part = scratch_slot.to(tl.int64) * (KV_HEADS * ROWS) + kv_head * ROWS + row
             tl.store(partial_out_ptr + part[:, None] * D_V + col_c[None, :], acc, mask=out_mask)
             tl.store(partial_lse_ptr + part, tl.where(empty, float("-inf"), lse), mask=row_ok)
         else:

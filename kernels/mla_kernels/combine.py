@@ -80,7 +80,8 @@ def combine_kernel(
             acc += tl.sum(value * weight[:, None], 0)
 
         empty = total == 0.0
-        acc = acc * tl.where(empty, 0.0, 1.0 / total)
+        total = tl.where(empty, 1.0, total)  # an empty row has acc == 0
+        acc = acc / total
         lse = top + tl.log2(total) * LN2
         request, query, head = row_coordinates(item, packed_row % ROWS, S_Q, GROUP, SPARSE)
         head = packed_row // ROWS * GROUP + head

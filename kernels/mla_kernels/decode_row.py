@@ -27,23 +27,16 @@ def e8m0_to_float32(code):
 
 @triton.jit
 def load_rows(
-    cache_ptr,
-    page,  # int64 [N]
-    slot,  # int32 [N]
+    row_ptr,  # pointers to rows [N]
+    scale_ptr,  # pointers to their scales [N], of the cache's dtype
     ok,  # bool [N]: nothing is read where it is false, and the row is zero
-    kv_head,
     COMPUTE: tl.constexpr,
     D_QK: tl.constexpr,
     D_V: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    PAGE_STRIDE: tl.constexpr,
-    TOKEN_STRIDE: tl.constexpr,
-    HEAD_STRIDE: tl.constexpr,
     SCALE_TILE: tl.constexpr,
     NUM_SCALES: tl.constexpr,
-    SCALE_BASE: tl.constexpr,
-    SCALE_STRIDE: tl.constexpr,
     SCALE_E8M0: tl.constexpr,
     ROPE_OFFSET: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
@@ -52,21 +45,19 @@ def load_rows(
 
     With `BLOCK_R == 0` there is no rest, and the second result is the first.
     """
-    row = page * PAGE_STRIDE + slot * TOKEN_STRIDE + kv_head * HEAD_STRIDE
     if SCALE_TILE == 0:
         col = tl.arange(0, BLOCK_C)
         mask = ok[:, None]
         if D_V != BLOCK_C:
             mask = mask & (col < D_V)[None, :]
-        c = tl.load(cache_ptr + row[:, None] + col[None, :], mask=mask, other=0.0).to(COMPUTE)
-        if BLOCK_R == 0:
-            return c, c
-        rest = D_V + tl.arange(0, BLOCK_R)
-        mask = ok[:, None]
-        if D_QK - D_V != BLOCK_R:
-            mask = mask & (rest < D_QK)[None, :]
-        r = tl.load(cache_ptr + row[:, None] + rest[None, :], mask=mask, other=0.0).to(COMPUTE)
-        return c, r
+        c = tl.load(row_ptr[:, None] + col[None, :], mask=mask, other=0.0).to(COMPUTE)
+        r = c
+        if BLOCK_R > 0:
+            rest = D_V + tl.arange(0, BLOCK_R)
+            mask = ok[:, None]
+            if D_QK - D_V != BLOCK_R:
+                mask = mask & (rest < D_QK)[None, :]
+            r = tl.load(row_ptr[:, None] + rest[None, :], mask=mask, other=0.0).to(COMPUTE)
     else:
         # Tiles that share a scale are an axis of their own: [N, tiles, SCALE_TILE].
         TILES: tl.constexpr = BLOCK_C // SCALE_TILE
@@ -75,20 +66,20 @@ def load_rows(
         if NUM_SCALES != TILES:
             ok_tile = ok_tile & (tile < NUM_SCALES)[None, :]
         offset = tile[:, None] * SCALE_TILE + tl.arange(0, SCALE_TILE)[None, :]
-        code = tl.load(cache_ptr + row[:, None, None] + offset[None, :, :], mask=ok_tile[:, :, None], other=0)
-        scale_row = page * PAGE_STRIDE + slot * SCALE_STRIDE + SCALE_BASE
+        code = tl.load(row_ptr[:, None, None] + offset[None, :, :], mask=ok_tile[:, :, None], other=0)
         if SCALE_E8M0:
-            scale = e8m0_to_float32(tl.load(cache_ptr + scale_row[:, None] + tile[None, :], mask=ok_tile, other=127))
+            scale = e8m0_to_float32(tl.load(scale_ptr[:, None] + tile[None, :], mask=ok_tile, other=127))
         else:
-            scale_ptr = (cache_ptr + scale_row).to(tl.pointer_type(tl.float32), bitcast=True)
-            scale = tl.load(scale_ptr[:, None] + tile[None, :], mask=ok_tile, other=0.0)
-        rope_ptr = (cache_ptr + row + ROPE_OFFSET).to(tl.pointer_type(tl.bfloat16), bitcast=True)
+            fp32_ptr = scale_ptr.to(tl.pointer_type(tl.float32), bitcast=True)
+            scale = tl.load(fp32_ptr[:, None] + tile[None, :], mask=ok_tile, other=0.0)
+        rope_ptr = (row_ptr + ROPE_OFFSET).to(tl.pointer_type(tl.bfloat16), bitcast=True)
         rope_col = tl.arange(0, D_QK - NUM_SCALES * SCALE_TILE)
         rope = tl.load(rope_ptr[:, None] + rope_col[None, :], mask=ok[:, None], other=0.0).to(COMPUTE)
         value = (e4m3_to_float32(code, NATIVE_FP8) * scale[:, :, None]).to(COMPUTE)
         if NUM_SCALES != TILES:  # the RoPE part is the last tile of the value vector
             value = tl.where((tile < NUM_SCALES)[None, :, None], value, rope[:, None, :])
         c = tl.reshape(value, [value.shape[0], BLOCK_C])
-        if BLOCK_R == 0:
-            return c, c
-        return c, rope
+        r = c
+        if BLOCK_R > 0:
+            r = rope
+    return c, r

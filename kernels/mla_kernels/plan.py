@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from math import gcd
 from typing import Any
 
 from .attend import attend_kernel
@@ -167,6 +168,16 @@ def _cache_constants(spec: CacheSpec | None, prefix: str = "") -> dict[str, Any]
     }
 
 
+def _row_alignment(problem: Problem) -> int:
+    """Bytes, 16 at most, that the addresses of all rows are a multiple of when those of the caches are multiples of 16."""
+    size = 1 if problem.cache.format.quantised else 2
+    strides = [16]
+    for spec in (problem.cache, problem.extra):
+        if spec is not None:
+            strides += [size * spec.page_stride, size * spec.token_stride, size * spec.head_stride]
+    return gcd(*strides)
+
+
 def plan_decode(problem: Problem, facts: DeviceFacts, overrides: dict[str, int] | None = None) -> Plan:
     """The portable plan: schedule (unless it is static), attention, combine (unless nothing can be split).
 
@@ -293,6 +304,7 @@ def plan_decode(problem: Problem, facts: DeviceFacts, overrides: dict[str, int] 
                 "NUM_SCALES": fmt.num_scales,
                 "SCALE_E8M0": fmt.scale_dtype == "e8m0",
                 "ROPE_OFFSET": fmt.rope_offset,
+                "ROW_ALIGN": _row_alignment(problem),
                 "INTERPRETED": facts.interpreted,
                 "NATIVE_FP8": facts.capability >= (8, 9),
                 "UNIT": unit,

@@ -206,7 +206,7 @@ def _run(call: _Call, arrays: Arrays) -> Results:
 
 
 def _spec(name: str, array: Any, accepted: tuple[type, ...]) -> TensorSpec:
-    if not isinstance(array, accepted):
+    if not any(isinstance(array, kind) for kind in accepted):
         expected = " or ".join(kind.__name__ for kind in accepted)
         raise ValueError(f"{name}: expected {expected}, got {type(array).__module__}.{type(array).__qualname__}")
     return TensorSpec(tuple(array.shape), str(array.dtype))

@@ -85,12 +85,18 @@ def provide_tma_tf32() -> Iterator[None]:
 
 
 def register_dce_rule(lib: ModuleType) -> None:
-    """jax 0.12 calls dead-code rules with one argument more than jax-triton 0.4.1's takes."""
+    """Gives jax 0.12, which calls dead-code rules with one argument more, a rule that takes it."""
     from jax._src.interpreters import partial_eval
 
-    rule = partial_eval.dce_rules.get(lib.triton_kernel_call_p)
-    if rule is not None and len(inspect.signature(rule).parameters) == 2:
-        partial_eval.dce_rules[lib.triton_kernel_call_p] = lambda used, live, eqn: rule(used, eqn)
+    rules: dict[Any, Callable[..., Any]] = partial_eval.dce_rules
+    rule = rules.get(lib.triton_kernel_call_p)
+    if rule is None or len(inspect.signature(rule).parameters) != 2:
+        return
+
+    def three_arguments(used_outputs: list[bool], live_inputs: list[bool], equation: Any) -> Any:
+        return rule(used_outputs, equation)
+
+    rules[lib.triton_kernel_call_p] = three_arguments
 
 
 def adapt_compiler(lib: ModuleType) -> None:
@@ -105,7 +111,7 @@ def adapt_compiler(lib: ModuleType) -> None:
     if getattr(original, "adapted", False):
         return
 
-    class Backend(lib.cb.CUDABackend):
+    class Backend(lib.cb.CUDABackend):  # type: ignore[name-defined]
         def __init__(self, target: Any, is_gluon: bool, options: dict[str, Any]):
             super().__init__(target)
             self.is_gluon = is_gluon
@@ -154,10 +160,10 @@ def _load() -> tuple[ModuleType | None, str]:
                 from jax_triton import triton_lib
     except Exception as error:  # whatever an import of a foreign stack may raise, CPU users must be served
         return None, f"jax-triton {'.'.join(map(str, version))} does not import: {type(error).__name__}: {error}"
-    if triton_lib.triton_kernel_call_lib is None:
-        return None, "jaxlib has no GPU support here (install the jax-cuda plugin of jax's version)"
+    if not hasattr(triton_lib.triton_kernel_call_lib, "TritonKernel"):
+        return None, "jaxlib has no GPU support here: a jax-cuda plugin of jax's version is missing"
     _register_byte_call(triton_lib)
-    if version >= (0, 4):
+    if version >= (0, 4) and jax.__version_info__ >= (0, 12):
         register_dce_rule(triton_lib)
     if (0, 4) <= version <= (0, 4, 1):
         adapt_compiler(triton_lib)

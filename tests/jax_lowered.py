@@ -1,0 +1,117 @@
+"""Reads the kernel calls in a lowered JAX function: names, launch sizes and PTX, as the GPU's runtime will get them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+TARGETS = ("triton_kernel_call", "triton_kernel_call_ffi")
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """One call of a compiled kernel.
+
+    Attributes:
+      params: the kernel's arguments in order: "pointer", or the value of a scalar.
+      operands, results: MLIR types of the custom call's arrays.
+      aliases: operand to result of the buffers that are shared.
+    """
+
+    name: str
+    ptx: str
+    num_warps: int
+    shared_memory: int
+    compute_capability: int
+    grid: tuple[int, int, int]
+    params: tuple[int | str, ...]
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+    aliases: dict[int, int]
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            return value, at
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
+    """(number, value) of the fields of a protocol buffer; nested messages and strings as bytes."""
+    at = 0
+    while at < len(data):
+        key, at = _varint(data, at)
+        kind = key & 7
+        if kind == 0:
+            value, at = _varint(data, at)
+        else:
+            if kind == 2:
+                size, at = _varint(data, at)
+            else:
+                size = {1: 8, 5: 4}[kind]
+            value, at = data[at : at + size], at + size
+        yield key >> 3, value
+
+
+def _operations(operation: Any) -> Iterator[Any]:
+    for region in operation.regions:
+        for block in region.blocks:
+            for inner in block.operations:
+                yield inner
+                yield from _operations(inner)
+
+
+def _parse(payload: bytes, operation: Any) -> KernelCall:
+    (call,) = [value for number, value in _fields(zlib.decompress(payload)) if number == 1]
+    kernel: dict[int, Any] = {}
+    grid = {2: 1, 3: 1, 4: 1}
+    params: list[int | str] = []
+    for number, value in _fields(call):
+        if number == 1:
+            kernel = dict(_fields(value))
+        elif number in grid:
+            grid[number] = value
+        elif number == 5:
+            ((field, content),) = _fields(value)
+            params.append("pointer" if field == 1 else content)
+    aliases = {}
+    for alias in operation.attributes["output_operand_aliases"] if "output_operand_aliases" in operation.attributes else ():
+        text = str(alias)  # the bindings give no access to its parts
+        result = int(text.split("output_tuple_indices = [")[1].split("]")[0] or 0)
+        aliases[int(text.split("operand_index = ")[1].split(",")[0])] = result
+    return KernelCall(
+        name=kernel[1].decode(),
+        ptx=kernel[4].decode(),
+        num_warps=kernel[2],
+        shared_memory=kernel.get(3, 0),
+        compute_capability=kernel[6],
+        grid=(grid[2], grid[3], grid[4]),
+        params=tuple(params),
+        operands=tuple(str(operand.type) for operand in operation.operands),
+        results=tuple(str(result.type) for result in operation.results),
+        aliases=aliases,
+    )
+
+
+def kernel_calls(lowered: Any) -> list[KernelCall]:
+    """The kernel calls of a `jax.stages.Lowered` (for CUDA), in order."""
+    calls = []
+    for operation in _operations(lowered.compiler_ir("stablehlo").operation):
+        if operation.operation.name != "stablehlo.custom_call":
+            continue
+        attributes = operation.attributes
+        if attributes["call_target_name"].value not in TARGETS:
+            continue
+        if "mhlo.backend_config" in attributes:
+            payload = attributes["mhlo.backend_config"]["opaque"].value_bytes
+        else:
+            payload = attributes["backend_config"].value_bytes
+        calls.append(_parse(payload, operation))
+    return calls

@@ -262,8 +262,10 @@ class Run:
             say(f"[{i + 1}/{len(cases)}, {passed:.0f} s] {case.name}")
             try:
                 self.time_case(case)
-            except torch.cuda.OutOfMemoryError as error:
-                self._went_wrong(f"{case.name}: {error}")
+            except Exception as error:
+                self._went_wrong(f"{case.name}: {type(error).__name__}: {error}")
+                if "CUDA error" in str(error):  # the context is lost, and with it all later cases
+                    return
             gc.collect()
             torch.cuda.empty_cache()
 

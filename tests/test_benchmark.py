@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -491,3 +492,99 @@ def test_a_small_run_on_a_gpu(tmp_path, capsys):
     }
     assert all(0 < one.p20_us <= one.p50_us <= one.p80_us < 1e4 for one in records)
     assert "us (" in capsys.readouterr().out
+
+
+@pytest.fixture
+def cpu_run(monkeypatch, tmp_path):
+    """A run whose contestants compute references on the CPU and whose clock is the host's."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("jax")
+    import mla_torch
+    from benchmarks import data, providers
+
+    def host_sampler(call, copies, seconds):
+        def sample():
+            begin = time.perf_counter()
+            call(0)
+            return (time.perf_counter() - begin) * 1e6
+
+        return sample
+
+    def make_data(case):
+        small = replace(case, keys=min(case.keys, 130), extra_keys=min(case.extra_keys, 130))
+        return data.CaseData(
+            case, **{k: v for k, v in vars(original(small, "cpu", 2 * small.cache_bytes())).items() if k != "case"}
+        )
+
+    original = data.make_data
+    monkeypatch.setattr(data, "make_data", make_data)
+    monkeypatch.setattr(providers, "estimate_seconds", lambda call, copies: call(0) and 1e-2)
+    monkeypatch.setattr(providers, "graph_sampler", host_sampler)
+    monkeypatch.setattr(providers, "eager_sampler", host_sampler)
+    monkeypatch.setattr(decode, "EAGER_BELOW_US", 1e9)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+    def start(*arguments):
+        arguments = ["--csv", str(tmp_path / "decode.csv"), "--rounds", "2", "--implementation", "reference", *arguments]
+        run = decode.Run(decode.make_parser().parse_args(arguments))
+        run.environment = ENVIRONMENT
+        run.flash_mla = SimpleNamespace(version="1.0", decode=mla_torch.decode)
+        return run
+
+    return start
+
+
+CPU_CASES = "dense-b2-q2-k130-h4-causal,v32-b2-q1-h4-t40,model1-b1-q1-h4-t20x30"
+
+
+def test_a_run_records_every_contestant_of_every_case(cpu_run, capsys):
+    run = cpu_run()
+    run.all_cases(select_cases(CPU_CASES))
+    # The two references round differently, and a guard of bits must notice; nothing else may go wrong.
+    assert all("differs in bits" in sentence and sentence.split(":")[1] == " MISMATCH" for sentence in run.wrong)
+    records = read(run.path)
+    timed = {(one.provider, one.implementation, one.timing, one.case) for one in records}
+    for case in CPU_CASES.split(","):
+        for provider, implementation in (("flash_mla", "1.0"), ("mla_torch", "reference")):
+            assert {(provider, implementation, timing, case) for timing in ("graph", "eager")} <= timed
+        assert ("mla_jax", "reference", "graph", case) in timed
+    assert len(records) == len(timed) == 15
+    printed = capsys.readouterr()
+    assert printed.out.count(" us (") == 15
+    assert printed.out.count("x\n") == 15
+    assert "[2/3, " in printed.err
+
+
+def test_what_fails_is_said_and_the_rest_is_still_timed(cpu_run):
+    run = cpu_run("--no-eager", "--providers", "flash_mla,mla_torch")
+
+    def broken(**call):
+        raise RuntimeError("no kernel for this")
+
+    run.flash_mla.decode = broken
+    run.all_cases(select_cases("dense-b2-q2-k130-h4-causal"))
+    assert run.wrong == ["dense-b2-q2-k130-h4-causal, flash_mla: RuntimeError: no kernel for this"]
+    assert [one.provider for one in read(run.path)] == ["mla_torch"]
+
+
+def test_a_lost_device_ends_the_run(cpu_run, monkeypatch):
+    run = cpu_run()
+    started = []
+
+    def lost(case):
+        started.append(case.name)
+        raise RuntimeError("no memory" if len(started) == 1 else "CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(run, "time_case", lost)
+    run.all_cases(select_cases("dense-b128-*"))
+    assert started == list(CASE_NAMES[:2])
+    assert [sentence.split(":")[0] for sentence in run.wrong] == started
+
+
+def test_a_wrong_result_is_a_mismatch(cpu_run):
+    run = cpu_run("--quick", "--providers", "flash_mla,mla_torch")
+    right = run.flash_mla.decode
+    run.flash_mla.decode = lambda **call: (lambda out, lse: (-out, lse))(*right(**call))
+    run.all_cases(select_cases("v32-b2-q1-h4-t40"))
+    assert len(run.wrong) == 2
+    assert all("MISMATCH: flash_mla:1.0 and mla_torch:reference on copy" in sentence for sentence in run.wrong)

@@ -11,6 +11,7 @@ PATHS := .
 MAKEFLAGS += --no-print-directory
 export PYTHON
 
+.NOTPARALLEL:
 .PHONY: help venv demo test test-compile test-gpu test-interpret lint format format-check typecheck clean
 
 help:

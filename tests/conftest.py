@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib.metadata
+import importlib.util
 import os
 
 import pytest
@@ -14,6 +15,15 @@ if INTERPRETED:
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # both frameworks share one GPU
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+if importlib.util.find_spec("hypothesis") is not None:
+    from hypothesis import HealthCheck, settings
+
+    # Interpreting a kernel takes long and varies; CI draws the same problems each time.
+    settings.register_profile(
+        "mla", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize="CI" in os.environ
+    )
+    settings.load_profile("mla")
 
 
 def cuda_devices() -> int:

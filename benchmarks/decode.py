@@ -117,7 +117,7 @@ class Run:
         self.args = args
         self.begin = time.monotonic()
         self.rounds = 5 if args.quick else args.rounds
-        self.wanted = args.providers or list(PROVIDERS)
+        self.wanted = list(args.providers or PROVIDERS)
         self.wrong: list[str] = []
         self.path: Path | None = args.csv or (None if args.override else RESULTS)
         self.implementations: list[str | None] = args.implementation.split(",") if args.implementation else [None]

@@ -55,7 +55,8 @@ def graph_sampler(call: Callable[[int], Any], copies: int, seconds: float) -> Sa
         call(0)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    # thread_local: what JAX's own threads do meanwhile is no part of the capture and must not spoil it.
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         for i in range(count):
             call(i)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -345,6 +345,17 @@ def test_flash_mla_that_is_not_there_is_an_import_error(monkeypatch):
         FlashMLA()
 
 
+def test_a_missing_provider_is_an_error_only_if_it_was_asked_for(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "flash_mla", None)
+    monkeypatch.setitem(sys.modules, "sgl_flash_mla", None)
+    for arguments, errors in (([], 0), (["--providers", "flash_mla"], 1)):
+        run = decode.Run(decode.make_parser().parse_args(arguments))
+        run._load("flash_mla")
+        assert "flash_mla" not in run.wanted
+        assert len(run.wrong) == errors
+        assert "flash_mla is not timed: flash_mla: " in capsys.readouterr().err
+
+
 TINY = ("dense-b3-q2-k130-h4-causal-ragged", "v32-b2-q2-h4-t40", "model1-b2-q1-h4-t20x30")
 
 

@@ -301,9 +301,17 @@ def decode(
         "out": out,
     }
     options = (head_dim_v, causal, cache_format, page_size, num_splits)
+    if torch.compiler.is_compiling():
+        # Tracing would only take the launcher to pieces.  Decorating `decode` would import the tracer for everyone.
+        return torch.compiler.disable(_decode)(tensors, options, implementation, softmax_scale)
+    return _decode(tensors, options, implementation, softmax_scale)
+
+
+def _decode(tensors: dict[str, Any], options: Any, implementation: Any, softmax_scale: Any) -> Results:
     prepared, scale = _check_call(tensors, options, implementation, softmax_scale)
-    problem = prepared.problem
+    problem, out = prepared.problem, tensors["out"]
     if problem.empty:
+        q = tensors["q"]
         if out is None:
             out = launcher.allocate(problem.out_shape, dtype=q.dtype, device=q.device)
         return out, launcher.allocate(problem.lse_shape, dtype=torch.float32, device=q.device)

@@ -279,6 +279,7 @@ def test_batch_invariance_means_no_splits(decoded):
     assert [call["num_splits"] for call in decoded] == [1, None]
 
 
+@pytest.mark.interpret
 def test_batch_invariance_holds_bit_for_bit():
     call = dense_call(b=3)
     out, lse = run(call, enable_batch_invariant=True)

@@ -139,7 +139,7 @@ REAL_FACTORS = {
 }
 
 # The work of one call: interpreted tiles of 64 heads and 64 keys (about 0.05 s each), or (query head, key) pairs.
-SMALL_COST = 36
+SMALL_COST = 24
 REAL_COST = 8_000_000
 
 
@@ -197,8 +197,14 @@ def _scanned(row: Row, block: int) -> int:
 
 
 def small_cost(row: Row) -> int:
-    heads = row.get("h_q", 1)
-    return _least_batch(row) * row.get("s_q", 1) * -(-heads // 64) * (_scanned(row, 64) // 64)
+    """Tiles of 64 (query, head) rows and 64 keys."""
+    s_q, h_q, h_kv = row.get("s_q", 1), row.get("h_q", 1), row.get("widths", (0, 0, 1))[2]
+    sparse = row.get("topk", 0) > 0 or row.get("addressing") == "sparse"
+    tiles = s_q * -(-h_q // 64) if sparse else h_kv * -(-s_q * h_q // h_kv // 64)
+    blocks = _scanned(row, 64) // 64
+    if blocks:  # a split is a block at least
+        blocks += (row.get("num_splits") or 1) - 1
+    return _least_batch(row) * tiles * blocks
 
 
 def real_cost(row: Row) -> int:
@@ -224,10 +230,11 @@ def real_cover() -> tuple[list[Row], list[Any]]:
 
 
 def _specs(rows: list[Row], cost: Any, limit: int, most: int) -> list[ArgSpec]:
+    """Rows as calls of 1 to `most` requests, as many as half of the limit allows."""
     specs = []
     for i, row in enumerate(rows):
         least = _least_batch(row)
-        fitting = least * limit // max(cost(row), 1)
+        fitting = least * limit // 2 // max(cost(row), 1)
         specs.append(_to_spec(row, max(least, min(1 + i % most, fitting))))
     return specs
 

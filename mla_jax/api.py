@@ -33,7 +33,6 @@ _PLAN_NAMES = {
     "extra_indices": "extra_table",
     "extra_topk_length": "extra_lengths",
 }
-_ARRAYS = (jax.Array, np.ndarray)
 _PER_REQUEST = ("q", "table", "lengths", "extra_table", "extra_lengths")
 _SHARED = ("kv_cache", "extra_kv_cache", "attn_sink", "softmax_scale")
 
@@ -56,12 +55,12 @@ class Implementation:
 def _triton_refusals(problem: Problem, facts: DeviceFacts | None) -> Refusals:
     if facts is None:
         reason = (
-            "no CUDA device is known: the kernels need one here, mla_jax.device_facts to lower for one elsewhere, "
-            "or TRITON_INTERPRET=1 set before the import"
+            "the kernels need a CUDA device (or mla_jax.device_facts to lower for one elsewhere, "
+            "or the CPU, where TRITON_INTERPRET=1 was set before the import)"
         )
-        return (Refusal("device", reason),)
+        return (Refusal("q", reason),)
     if not facts.interpreted and not jax_triton_compat.available():
-        return (Refusal("device", jax_triton_compat.reason()),)
+        return (Refusal("q", f"the kernels need jax-triton: {jax_triton_compat.reason()}"),)
     return tuple(refusals(problem, facts))
 
 
@@ -205,18 +204,16 @@ def _run(call: _Call, arrays: Arrays) -> Results:
     return _decode(call, arrays)
 
 
-def _spec(name: str, array: Any, accepted: tuple[type, ...]) -> TensorSpec:
-    if not any(isinstance(array, kind) for kind in accepted):
-        expected = " or ".join(kind.__name__ for kind in accepted)
-        raise ValueError(f"{name}: expected {expected}, got {type(array).__module__}.{type(array).__qualname__}")
+def _spec(name: str, array: Any, shapes_too: bool) -> TensorSpec:
+    if not (isinstance(array, (jax.Array, np.ndarray)) or (shapes_too and isinstance(array, jax.ShapeDtypeStruct))):
+        got = f"{type(array).__module__}.{type(array).__qualname__}"
+        raise ValueError(f"{name}: expected a jax.Array or numpy.ndarray, got {got}")
     return TensorSpec(tuple(array.shape), str(array.dtype))
 
 
-def _check(
-    arrays: Mapping[str, Any], implementation: Any, options: Mapping[str, Any], accepted: tuple[type, ...] = _ARRAYS
-) -> _Call:
+def _check(arrays: Mapping[str, Any], implementation: Any, options: Mapping[str, Any], shapes_too: bool = False) -> _Call:
     """The call, from shapes, dtypes and options alone."""
-    specs = {name: _spec(name, x, accepted) for name, x in arrays.items() if x is not None or name in ("q", "kv_cache")}
+    specs = {name: _spec(name, x, shapes_too) for name, x in arrays.items() if x is not None or name in ("q", "kv_cache")}
     problem = make_problem(**specs, **options)  # type: ignore[arg-type]
     requested(implementation, tuple(IMPLEMENTATIONS))
     if implementation is not None and not isinstance(implementation, str):
@@ -379,7 +376,7 @@ def explain(
         "page_size": page_size,
         "num_splits": num_splits,
     }
-    call = _check(arrays, implementation, options, (*_ARRAYS, jax.ShapeDtypeStruct))
+    call = _check(arrays, implementation, options, shapes_too=True)
     _scale(softmax_scale, call.problem)
     name, refused = _choose(call)
     plan = _plan(call)

@@ -82,7 +82,12 @@ def _parse(payload: bytes, operation: Any) -> KernelCall:
             ((field, content),) = _fields(value)
             params.append("pointer" if field == 1 else content)
     aliases = {}
-    for alias in operation.attributes["output_operand_aliases"] if "output_operand_aliases" in operation.attributes else ():
+    attributes = operation.attributes
+    if "output_operand_aliases" in attributes:
+        found = list(attributes["output_operand_aliases"])
+    else:
+        found = []
+    for alias in found:
         text = str(alias)  # the bindings give no access to its parts
         result = int(text.split("output_tuple_indices = [")[1].split("]")[0] or 0)
         aliases[int(text.split("operand_index = ")[1].split(",")[0])] = result

@@ -9,14 +9,14 @@ import pytest
 
 jax = pytest.importorskip("jax")
 
-import jax.numpy as jnp  # noqa: E402
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
-from mla_jax import jax_triton_compat as compat  # noqa: E402
-from mla_kernels.device import KNOWN_DEVICES, DeviceFacts  # noqa: E402
-from mla_kernels.launch import Buffer, Launch, Plan  # noqa: E402
+import jax.numpy as jnp
+import triton
+import triton.language as tl
 
-from tests.jax_lowered import kernel_calls  # noqa: E402
+from mla_jax import jax_triton_compat as compat
+from mla_kernels.device import KNOWN_DEVICES, DeviceFacts
+from mla_kernels.launch import Buffer, Launch, Plan
+from tests.jax_lowered import kernel_calls
 
 ROOT = Path(__file__).resolve().parent.parent
 JAX_TRITON = compat.version_of("jax-triton")

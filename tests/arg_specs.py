@@ -197,14 +197,16 @@ def _scanned(row: Row, block: int) -> int:
 
 
 def small_cost(row: Row) -> int:
-    """Tiles of 64 (query, head) rows and 64 keys."""
+    """Tiles of 64 (query, head) rows and 64 keys; ten rows to merge count as one."""
     s_q, h_q, h_kv = row.get("s_q", 1), row.get("h_q", 1), row.get("widths", (0, 0, 1))[2]
     sparse = row.get("topk", 0) > 0 or row.get("addressing") == "sparse"
     tiles = s_q * -(-h_q // 64) if sparse else h_kv * -(-s_q * h_q // h_kv // 64)
     blocks = _scanned(row, 64) // 64
+    splits = row.get("num_splits") or 1
     if blocks:  # a split is a block at least
-        blocks += (row.get("num_splits") or 1) - 1
-    return _least_batch(row) * tiles * blocks
+        blocks += splits - 1
+    merged = s_q * h_q // 10 if splits > 1 else 0
+    return _least_batch(row) * (tiles * blocks + merged)
 
 
 def real_cost(row: Row) -> int:

@@ -257,7 +257,11 @@ def decode(
     """Attention of new queries over a paged latent KV cache; dense with `block_table`, sparse with `indices`.
 
     Runs on the device of `q` (which need not be the current one), on its current stream, and never waits for the device, so
-    it can be captured in a CUDA graph.  No tensor is copied; every stride is honoured as long as the innermost one is 1.
+    it can be captured in a CUDA graph (the reference, which a GPU user only gets by asking for it, does wait).  The cache
+    is never copied; every stride is honoured as long as the innermost one is 1.
+
+    A number as `softmax_scale` is kept on the device per stream.  One that is first seen during a graph capture becomes part
+    of the graph, a fill of a few bytes in each replay; warm up on the capturing stream, or pass a tensor, to avoid that.
 
     Args:
       q: bf16 or fp16 [b, s_q, h_q, d_qk].

@@ -191,13 +191,13 @@ def attend_kernel(
         acc = tl.zeros([BLOCK_C, BLOCK_H] if SWAP else [BLOCK_H, BLOCK_C], tl.float32)
         table_row = table_ptr + request * table_stride_b
         if SPARSE:
-            table_row += (item % S_Q).to(tl.int64) * table_stride_s
+            table_row += tl.cast(item % S_Q, tl.int64) * table_stride_s
         lo = tl.minimum(lo_unit * UNIT, length)
         hi = tl.minimum(hi_unit * UNIT, length)
         main_blocks = (hi - lo + BLOCK_N - 1) // BLOCK_N
         blocks = main_blocks
         if HAS_EXTRA:
-            extra_row = extra_table_ptr + request * extra_table_stride_b + (item % S_Q).to(tl.int64) * extra_table_stride_s
+            extra_row = extra_table_ptr + request * extra_table_stride_b + tl.cast(item % S_Q, tl.int64) * extra_table_stride_s
             main_units = (length + UNIT - 1) // UNIT
             extra_lo = tl.minimum(tl.maximum(lo_unit - main_units, 0) * UNIT, extra_length)
             extra_hi = tl.minimum(tl.maximum(hi_unit - main_units, 0) * UNIT, extra_length)

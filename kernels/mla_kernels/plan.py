@@ -323,7 +323,7 @@ def plan_decode(problem: Problem, facts: DeviceFacts, overrides: dict[str, int] 
         )
     )
     if slots:
-        block_d = min(geometry.block_c, 128)
+        block_d = geometry.block_c if facts.interpreted else min(geometry.block_c, 128)
         tasks = min(items, slots) * all_rows * _cdiv(problem.d_v, block_d)
         launches.append(
             Launch(

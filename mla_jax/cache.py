@@ -8,11 +8,13 @@ or lose a NaN, integer arithmetic does not.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
 from mla_kernels.formats import CacheFormat, get_format
 from mla_kernels.problem import CacheSpec, TensorSpec, cache_spec
 
@@ -62,15 +64,22 @@ def decode_rows(kv_cache: jax.Array, spec: CacheSpec, page: jax.Array, slot: jax
       [n, h_kv, d_qk].
     """
     fmt = spec.format
+    # XLA's CPU backend has no gather of narrow floats: it would widen the whole cache first.  Seen as unsigned integers it
+    # is left where it is if that fuses with the gathers.  In a loop over keys XLA would take it out of the loop, and so copy
+    # the cache, if the barrier did not tie it to the keys.
+    stored = kv_cache.dtype
+    bits = jnp.dtype(f"uint{8 * stored.itemsize}")
+    if stored != bits:
+        kv_cache, page, slot = lax.optimization_barrier((kv_cache, page, slot))
+        kv_cache = lax.bitcast_convert_type(kv_cache, bits)
     if not fmt.quantised:
-        return kv_cache[page, slot].astype(dtype)
-    raw = lax.bitcast_convert_type(kv_cache, jnp.uint8)
+        return lax.bitcast_convert_type(kv_cache[page, slot], stored).astype(dtype)
     if fmt.scale_in_page:
-        raw = raw.reshape(spec.num_pages, math.prod(raw.shape[1:]))
-        data = _byte_runs(raw, page, slot * fmt.row_bytes, fmt.row_bytes)
-        scales = _byte_runs(raw, page, slot * fmt.scale_bytes + spec.page_size * fmt.row_bytes, fmt.num_scales)
+        pages = kv_cache.reshape(spec.num_pages, math.prod(kv_cache.shape[1:]))
+        data = _byte_runs(pages, page, slot * fmt.row_bytes, fmt.row_bytes)
+        scales = _byte_runs(pages, page, slot * fmt.scale_bytes + spec.page_size * fmt.row_bytes, fmt.num_scales)
     else:
-        data = raw[page, slot, 0]
+        data = kv_cache[page, slot, 0]
         scales = data[:, fmt.scale_offset : fmt.scale_offset + fmt.scale_bytes]
     values = decode_e4m3(data[:, : fmt.d_nope]).astype(dtype).reshape(-1, fmt.num_scales, fmt.scale_tile)
     if fmt.scale_dtype == "float32":
@@ -87,13 +96,14 @@ def decode_rows(kv_cache: jax.Array, spec: CacheSpec, page: jax.Array, slot: jax
     return jnp.concatenate([values.reshape(-1, fmt.d_nope), rope], 1)[:, None]
 
 
-def _byte_runs(raw: jax.Array, page: jax.Array, offset: jax.Array, size: int) -> jax.Array:
+def _byte_runs(pages: jax.Array, page: jax.Array, offset: jax.Array, size: int) -> jax.Array:
     """`size` bytes of a page from each offset: [n, size]."""
-    return jax.vmap(lambda p, o: lax.dynamic_slice(raw, (p, o), (1, size))[0])(page, offset)
+    return jax.vmap(lambda p, o: lax.dynamic_slice(pages, (p, o), (1, size))[0])(page, offset)
 
 
+@partial(jax.jit, static_argnames=("cache_format", "power_of_two_scales"))
 def quantize_cache(kv_cache: jax.Array, cache_format: str, *, power_of_two_scales: bool | None = None) -> jax.Array:
-    """Quantises a paged latent cache.  Works under `jit`.
+    """Quantises a paged latent cache.
 
     Each tile of values shares a scale `s = 2 ** ceil(log2(max(amax / 448, 1e-4)))`, computed exactly, and each value is
     stored as `e4m3(x / s)`, rounded to nearest even; the RoPE part is stored as bf16.  `amax` is over the finite values
@@ -125,12 +135,12 @@ def quantize_cache(kv_cache: jax.Array, cache_format: str, *, power_of_two_scale
         raise ValueError(f"kv_cache: expected shape [pages, page_size, 1, {fmt.d_qk}] for {fmt.name}, got {spec}")
 
     pages, size = spec.shape[:2]
-    x = jnp.asarray(kv_cache)[:, :, 0]
+    x = kv_cache[:, :, 0]
     tiles = x[..., : fmt.d_nope].astype(jnp.float32).reshape(pages, size, fmt.num_scales, fmt.scale_tile)
     codes, scale = _quantize_tiles(tiles, power_of_two_scales)
     codes = codes.reshape(pages, size, fmt.d_nope)
     rope = x[..., fmt.d_nope :].astype(jnp.bfloat16)
-    rope = lax.bitcast_convert_type(jnp.where(jnp.isnan(rope), jnp.nan, rope), jnp.uint8).reshape(pages, size, -1)
+    rope = lax.bitcast_convert_type(jnp.where(jnp.isnan(rope), jnp.nan, rope), jnp.uint8).reshape(pages, size, 2 * fmt.d_rope)
     if fmt.scale_dtype == "float32":
         scales = lax.bitcast_convert_type(scale, jnp.uint8).reshape(pages, size, fmt.scale_bytes)
         return jnp.concatenate([codes, scales, rope], -1)[:, :, None]
@@ -160,10 +170,11 @@ def _divide(x: jax.Array, y: jax.Array) -> jax.Array:
     return x / lax.optimization_barrier(jnp.broadcast_to(y, x.shape))
 
 
+@partial(jax.jit, static_argnames=("cache_format", "page_size", "dtype"))
 def dequantize_cache(
     kv_cache: jax.Array, cache_format: str, *, page_size: int | None = None, dtype: Any = jnp.bfloat16
 ) -> jax.Array:
-    """The numbers that a quantised cache holds.  Works under `jit`.
+    """The numbers that a quantised cache holds.
 
     Args:
       kv_cache: bytes (uint8, int8 or float8_e4m3fn), [pages, page_size, 1, bytes of a token] or, for `model1_fp8`,
@@ -186,7 +197,7 @@ def dequantize_cache(
     if spec.num_slots == 0:
         return jnp.zeros((spec.num_pages, spec.page_size, 1, fmt.d_qk), dtype)
     page, slot = jnp.divmod(jnp.arange(spec.num_slots, dtype=jnp.int32), spec.page_size)
-    rows = decode_rows(jnp.asarray(kv_cache), spec, page, slot, wide).astype(dtype)
+    rows = decode_rows(kv_cache, spec, page, slot, wide).astype(dtype)
     return rows.reshape(spec.num_pages, spec.page_size, 1, fmt.d_qk)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+
 from mla_kernels.problem import INT32_MAX, CacheSpec, Problem, TensorSpec, make_problem
 
 from .cache import decode_rows, tensor_spec
@@ -66,7 +67,7 @@ def decode_reference(
     dtype = jnp.dtype(dtype)
     if dtype.name not in ("float32", "float64"):
         raise ValueError(f"dtype: expected float32 or float64, got {dtype.name}")
-    if dtype.name == "float64" and not jax.config.jax_enable_x64:
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ValueError("dtype: float64 needs jax_enable_x64")
     arrays = {
         "q": q,

@@ -7,6 +7,7 @@ through it.
 from __future__ import annotations
 
 import torch
+
 from mla_kernels.formats import CacheFormat, get_format
 from mla_kernels.problem import CacheSpec, TensorSpec, cache_spec
 
@@ -118,7 +119,9 @@ def quantize_cache(kv_cache: torch.Tensor, cache_format: str, *, power_of_two_sc
             scales[part] = scale.view(torch.uint8)
         else:
             scales[part, :, : fmt.num_scales] = (scale.view(torch.int32) >> 23).to(torch.uint8)
-    return storage[:, : size * fmt.token_bytes].unflatten(1, (size, 1, fmt.token_bytes))
+    # Not `unflatten`, which gives a single page another stride.
+    token = fmt.token_bytes
+    return storage.as_strided((pages, size, 1, token), (fmt.page_bytes(size), token, token, 1))
 
 
 def _quantize_tiles(x: torch.Tensor, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+
 from mla_kernels.problem import CacheSpec, Problem, TensorSpec, make_problem
 
 from .cache import decode_rows, tensor_spec

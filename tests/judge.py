@@ -11,7 +11,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-BYTE_TYPES = (np.dtype(np.uint8), np.dtype(np.int8), np.dtype(ml_dtypes.float8_e4m3fn))
+BF16 = np.dtype(ml_dtypes.bfloat16)
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+BYTE_TYPES = (np.dtype(np.uint8), np.dtype(np.int8), E4M3)
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,9 @@ def to_numpy(x: Any) -> Any:
 
         x = x.detach().cpu()
         if x.dtype is torch.bfloat16:
-            return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+            return x.view(torch.int16).numpy().view(BF16)
         if x.dtype is torch.float8_e4m3fn:
-            return x.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn)
+            return x.view(torch.uint8).numpy().view(E4M3)
         return x.numpy()
     if hasattr(x, "__array__") and hasattr(x, "dtype"):
         return np.asarray(x)
@@ -47,23 +49,27 @@ def to_fp64(x: Any) -> np.ndarray:
     return to_numpy(x).astype(np.float64)
 
 
+def _numbers(x: np.ndarray, dtype: Any) -> np.ndarray:
+    """Bytes as numbers in fp64."""
+    with np.errstate(invalid="ignore"):  # widening a signalling NaN
+        return np.ascontiguousarray(x).view(dtype).astype(np.float64)
+
+
 def _token(cache: np.ndarray, fmt: str, page_size: int, page: int, slot: int) -> np.ndarray:
     """One token's key in fp64, [h_kv, d_qk]."""
     if fmt in ("bf16", "fp16"):
         return cache[page, slot].astype(np.float64)
     if fmt == "v32_fp8":
         row = np.ascontiguousarray(cache[page, slot, 0]).view(np.uint8)
-        values = row[:512].view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-        scales = row[512:528].view("<f4").astype(np.float64)
-        return np.concatenate([values * np.repeat(scales, 128), row[528:].view(ml_dtypes.bfloat16).astype(np.float64)])[None]
+        scales = np.repeat(_numbers(row[512:528], "<f4"), 128)
+        return np.concatenate([_numbers(row[:512], E4M3) * scales, _numbers(row[528:], BF16)])[None]
     if fmt == "model1_fp8":
         # The bytes of the page in memory order; the page dimension of a strided view says where it starts.
         data = np.ascontiguousarray(cache[page]).view(np.uint8).reshape(-1)
         row = data[slot * 576 : slot * 576 + 576]
         codes = data[page_size * 576 + slot * 8 : page_size * 576 + slot * 8 + 7]
-        scales = np.array([np.nan if code == 255 else 2.0 ** (int(code) - 127) for code in codes])
-        values = row[:448].view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-        return np.concatenate([values * np.repeat(scales, 64), row[448:].view(ml_dtypes.bfloat16).astype(np.float64)])[None]
+        scales = np.repeat([np.nan if code == 255 else 2.0 ** (int(code) - 127) for code in codes], 64)
+        return np.concatenate([_numbers(row[:448], E4M3) * scales, _numbers(row[448:], BF16)])[None]
     raise ValueError(f"no such format: {fmt}")
 
 

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from mla_kernels.launch import Plan
+from mla_kernels.problem import BYTE_DTYPES
 
 # Every buffer comes from this function: a test that replaces it poisons all of them.
 allocate = np.empty
@@ -84,8 +85,14 @@ class HostArray:
 
 
 def execute(plan: Plan, arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Runs the launches of `plan` in order on the host and returns its buffers `out` and `lse`."""
+    """Runs the launches of `plan` in order on the host and returns its buffers `out` and `lse`.
+
+    Arrays of int8 and float8_e4m3fn reach the kernels as uint8.
+    """
     live = {name: np.ascontiguousarray(value) for name, value in arrays.items()}
+    for name, array in live.items():
+        if array.dtype.name in BYTE_DTYPES:
+            live[name] = array.view(np.uint8)
     for name, buffer in plan.buffers.items():
         live[name] = allocate(buffer.shape, buffer.dtype)
     with _LOCK:
@@ -101,7 +108,7 @@ def run(plan: Plan, arrays: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Arr
 
     Args:
       plan: of interpreted kernels.
-      arrays: the arrays of the call by the names that the plan's launches use; caches of bytes are uint8.
+      arrays: the arrays of the call by the names that the plan's launches use.
 
     Returns:
       `(out, lse)`; `out` is rounded once, to nearest even, from the plan's buffer to the dtype of q.

@@ -20,7 +20,7 @@ def run(plan: Plan, arrays: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Arr
 
     Args:
       plan: of an implementation whose kernels are compiled, not interpreted.
-      arrays: the arrays of the call by the names that the plan's launches use; caches of bytes are uint8.
+      arrays: the arrays of the call by the names that the plan's launches use.
 
     Returns:
       `(out, lse)` as the plan's buffers of these names describe them.

@@ -19,12 +19,18 @@ import mla_jax
 from mla_jax import api, device, interpret, jax_triton_compat, launcher
 from mla_kernels.device import INTERPRETER, KNOWN_DEVICES, DeviceFacts
 from mla_kernels.launch import Refusal
-from tests.conftest import INTERPRETED
+from tests.conftest import INTERPRETED, cuda_devices
 from tests.jax_lowered import kernel_calls
 
 ROOT = Path(__file__).resolve().parent.parent
 H200 = KNOWN_DEVICES["NVIDIA H200"]
-BOTH = [pytest.param("triton", marks=pytest.mark.interpret), "reference"]
+RUNS_KERNELS = INTERPRETED or cuda_devices() > 0
+BOTH = [
+    pytest.param(
+        "triton", marks=pytest.mark.skipif(not RUNS_KERNELS, reason="the kernels need a CUDA device or TRITON_INTERPRET=1")
+    ),
+    "reference",
+]
 BF16_BOUND = 2**-7  # outputs of order 1, rounded to bf16 twice (P and out)
 
 needs_jax_triton = pytest.mark.skipif(
@@ -99,6 +105,12 @@ def assert_same_bits(a, b):
     for x, y in zip(a, b, strict=True):
         assert x.dtype == y.dtype
         assert np.array_equal(np.asarray(x).view(np.uint8), np.asarray(y).view(np.uint8))
+
+
+@pytest.fixture
+def on_cpu():
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
 
 
 compilations = []
@@ -302,8 +314,7 @@ def test_scale_of_any_float_dtype_and_shape():
 # Choosing
 
 
-def choosing(monkeypatch, facts, interpreted=False):
-    monkeypatch.setattr(device, "interpreting", lambda: interpreted)
+def choosing(monkeypatch, facts):
     monkeypatch.setattr(api, "current_facts", lambda: facts)
 
 
@@ -615,7 +626,7 @@ def test_cuda_under_transformations():
 
 @needs_jax_triton
 @pytest.mark.compile
-def test_one_traced_function_serves_cpu_and_cuda():
+def test_one_traced_function_serves_cpu_and_cuda(on_cpu):
     function, arrays = jitted(dense())
     with mla_jax.device_facts(H200):
         assert_same_bits(function(arrays), mla_jax.decode(**arrays, implementation="reference"))
@@ -700,6 +711,7 @@ except ImportError as error:
     assert in_fresh_process(code) == "mla_jax needs JAX: install mla-decode[jax]"
 
 
+@pytest.mark.interpret
 def test_interpreted_kernels_without_torch():
     code = """
 import sys

@@ -160,8 +160,8 @@ def _quantize_tiles(x: jax.Array, power_of_two: bool) -> tuple[jax.Array, jax.Ar
         exponent = (bits >> 23) - (127 + 8) + ((bits & 0x7FFFFF) > 0x600000)
         exponent = jnp.maximum(exponent, MIN_SCALE_EXPONENT)
         scale = lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
-    else:
-        scale = jnp.maximum(_divide(amax, jnp.float32(E4M3_MAX)), MIN_SCALE)
+        return encode_e4m3(x / scale[..., None]), scale
+    scale = jnp.maximum(_divide(amax, jnp.float32(E4M3_MAX)), MIN_SCALE)
     return encode_e4m3(_divide(x, scale[..., None])), scale
 
 

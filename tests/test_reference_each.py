@@ -164,13 +164,10 @@ class TestJax:
         from mla_jax.reference import decode_reference
 
         for cache in (
-            jax.ShapeDtypeStruct((2000, 64 * 584 + 64), jnp.uint8),
             jax.ShapeDtypeStruct((2000, 64 * 584 + 64), jnp.int8),
-            jax.ShapeDtypeStruct((2000, 64, 1, 584), jnp.float8_e4m3fn),
             jax.ShapeDtypeStruct((2000, 64, 1, 656), jnp.float8_e4m3fn),
             jax.ShapeDtypeStruct((1000, 64, 1, 512), jnp.bfloat16),
             jax.ShapeDtypeStruct((1000, 64, 1, 512), jnp.float16),
-            jax.ShapeDtypeStruct((1000, 64, 1, 512), jnp.float32),
         ):
             args = [
                 jax.ShapeDtypeStruct(

@@ -117,7 +117,6 @@ def attend_kernel(
     UNIT: tl.constexpr,
     ONE_PAGE: tl.constexpr,
     ROW_TILES: tl.constexpr,
-    SWAP: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -125,7 +124,6 @@ def attend_kernel(
 ):
     """Grid (programs * tiles,): every program of the schedule times the head tiles of an item, tiles fastest."""
     COMPUTE: tl.constexpr = tl.float32 if INTERPRETED else q_ptr.dtype.element_ty
-    KEYS: tl.constexpr = 0 if SWAP else 1  # axis of a score tile that the keys lie on
     TILES: tl.constexpr = KV_HEADS * ROW_TILES
     QUERIES: tl.constexpr = S_Q if SPARSE else 1  # items per request
     program = tl.program_id(0) // TILES
@@ -188,7 +186,7 @@ def attend_kernel(
 
         m = tl.full([BLOCK_H], LOWEST, tl.float32)
         l = tl.zeros([BLOCK_H], tl.float32)
-        acc = tl.zeros([BLOCK_C, BLOCK_H] if SWAP else [BLOCK_H, BLOCK_C], tl.float32)
+        acc = tl.zeros([BLOCK_H, BLOCK_C], tl.float32)
         table_row = table_ptr + request * table_stride_b
         if SPARSE:
             table_row += tl.cast(item % S_Q, tl.int64) * table_stride_s
@@ -247,31 +245,20 @@ def attend_kernel(
                 row_ptr, row_scale_ptr, ok, COMPUTE, D_QK, D_V, BLOCK_C, BLOCK_R, SCALE_TILE, NUM_SCALES, SCALE_E8M0,
                 ROPE_OFFSET, NATIVE_FP8,
             )  # fmt: skip
-            if SWAP:  # [BLOCK_N, BLOCK_H]
-                s = tl.dot(c, tl.trans(q_c))
-                if BLOCK_R > 0:
-                    s = tl.dot(r, tl.trans(q_r), s)
-            else:  # [BLOCK_H, BLOCK_N]
-                s = tl.dot(q_c, tl.trans(c))
-                if BLOCK_R > 0:
-                    s = tl.dot(q_r, tl.trans(r), s)
-            keep = tl.expand_dims(ok, 1 - KEYS)
+            s = tl.dot(q_c, tl.trans(c))  # [BLOCK_H, BLOCK_N]
+            if BLOCK_R > 0:
+                s = tl.dot(q_r, tl.trans(r), s)
+            keep = ok[None, :]
             if CAUSAL:
-                keep = keep & (tl.expand_dims(t, 1 - KEYS) < tl.expand_dims(row_end, KEYS))
+                keep = keep & (t[None, :] < row_end[:, None])
             s = tl.where(keep, s * scale_log2, float("-inf"))
-            m_new = tl.maximum(m, tl.max(s, KEYS))
+            m_new = tl.maximum(m, tl.max(s, 1))
             alpha = tl.exp2(m - m_new)
-            p = tl.exp2(s - tl.expand_dims(m_new, KEYS))
-            l = l * alpha + tl.sum(p, KEYS)
-            acc = acc * tl.expand_dims(alpha, KEYS)
-            if SWAP:
-                acc = tl.dot(tl.trans(c), p.to(COMPUTE), acc)
-            else:
-                acc = tl.dot(p.to(COMPUTE), c, acc)
+            p = tl.exp2(s - m_new[:, None])
+            l = l * alpha + tl.sum(p, 1)
+            acc = tl.dot(p.to(COMPUTE), c, acc * alpha[:, None])
             m = m_new
 
-        if SWAP:
-            acc = tl.trans(acc)
         empty = l == 0.0
         l = tl.where(empty, 1.0, l)  # an empty row has acc == 0
         acc = acc / l[:, None]

@@ -19,10 +19,9 @@ def e4m3_to_float32(code, NATIVE: tl.constexpr):
 
 @triton.jit
 def e8m0_to_float32(code):
-    """uint8 E8M0 codes as fp32: 2 ** (code - 127), and 255 is NaN."""
-    wide = code.to(tl.uint32)
-    bits = tl.where(wide == 0, 0x00400000, wide << 23)
-    return tl.where(wide == 255, float("nan"), bits.to(tl.float32, bitcast=True))
+    """uint32 E8M0 codes as fp32: 2 ** (code - 127), and 255 is NaN."""
+    bits = tl.where(code == 0, 0x00400000, code << 23)
+    return tl.where(code == 255, float("nan"), bits.to(tl.float32, bitcast=True))
 
 
 @triton.jit
@@ -68,7 +67,11 @@ def load_rows(
         offset = tile[:, None] * SCALE_TILE + tl.arange(0, SCALE_TILE)[None, :]
         code = tl.load(row_ptr[:, None, None] + offset[None, :, :], mask=ok_tile[:, :, None], other=0)
         if SCALE_E8M0:
-            scale = e8m0_to_float32(tl.load(scale_ptr[:, None] + tile[None, :], mask=ok_tile, other=127))
+            # By words: a copy into shared memory moves four bytes at the least.
+            word_ptr = scale_ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
+            word = tl.load(word_ptr[:, None] + tl.arange(0, TILES // 4)[None, :], mask=ok[:, None], other=0)
+            code_of_scale = (word[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :]) & 0xFF
+            scale = e8m0_to_float32(tl.reshape(code_of_scale, [word.shape[0], TILES]))
         else:
             fp32_ptr = scale_ptr.to(tl.pointer_type(tl.float32), bitcast=True)
             scale = tl.load(fp32_ptr[:, None] + tile[None, :], mask=ok_tile, other=0.0)

@@ -35,13 +35,12 @@ class Tiles:
     num_warps: int
     num_stages: int
     programs_per_sm: int = 1
-    swap: int = 0
     fixed_cost: int = 2
     split_cost: int = 5
 
     def __post_init__(self):
         for name, value in asdict(self).items():
-            if not isinstance(value, int) or value < (0 if name.endswith("cost") or name == "swap" else 1):
+            if not isinstance(value, int) or value < (0 if name.endswith("cost") else 1):
                 raise ValueError(f"{name}: expected a positive int, got {value!r}")
         for name in ("block_h", "block_n", "num_warps"):
             value = getattr(self, name)
@@ -311,7 +310,6 @@ def plan_decode(problem: Problem, facts: DeviceFacts, overrides: dict[str, int] 
                 "UNIT": unit,
                 "ONE_PAGE": not problem.sparse and problem.cache.page_size % tiles.block_n == 0 == unit % tiles.block_n,
                 "ROW_TILES": row_tiles,
-                "SWAP": bool(tiles.swap),
                 "BLOCK_H": tiles.block_h,
                 "BLOCK_N": tiles.block_n,
                 "BLOCK_C": geometry.block_c,

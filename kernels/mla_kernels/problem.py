@@ -216,7 +216,7 @@ def cache_spec(
             )
             token_stride = fmt.row_bytes
     _expect_dense_rows(argument, spec)
-    align = 4 if fmt.scale_dtype == "float32" else 2
+    align = 4  # scales are read by words
     _expect(
         page_stride % align == 0 and token_stride % align == 0,
         argument,

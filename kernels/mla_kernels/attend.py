@@ -9,12 +9,14 @@ from .decode_row import load_rows
 from .schedule import WORK_FIELDS, item_lengths, item_units
 from .softmax import LN2, LOG2E, LOWEST, row_coordinates, sink_factor
 
+INT32_MAX = tl.constexpr(2**31 - 1)
+
 
 @triton.jit
-def _slot_rows(
+def _token_rows(
     cache_ptr,
-    page,  # int32 [N]
-    slot,  # int32 [N]: token within the page
+    page,  # int32 [N], or one
+    token,  # int32 [N], or one: its place within the page
     kv_head,
     PAGE_STRIDE: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr,
@@ -23,22 +25,24 @@ def _slot_rows(
     SCALE_STRIDE: tl.constexpr,
 ):
     """Pointers to the rows of tokens, and to their scales."""
-    page_ptr = cache_ptr + page.to(tl.int64) * PAGE_STRIDE
-    row_ptr = page_ptr + slot.to(tl.int64) * TOKEN_STRIDE + kv_head * HEAD_STRIDE
-    return row_ptr, page_ptr + slot.to(tl.int64) * SCALE_STRIDE + SCALE_BASE
+    page_ptr = cache_ptr + tl.cast(page, tl.int64) * PAGE_STRIDE
+    token = tl.cast(token, tl.int64)
+    return page_ptr + (token * TOKEN_STRIDE + kv_head * HEAD_STRIDE), page_ptr + (token * SCALE_STRIDE + SCALE_BASE)
 
 
 @triton.jit
 def _index_rows(
     cache_ptr,
     index,  # int32 [N]: flat slots
+    ok,  # bool [N]: which of them are valid
     PAGE_SIZE: tl.constexpr,
     PAGE_STRIDE: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr,
     SCALE_BASE: tl.constexpr,
     SCALE_STRIDE: tl.constexpr,
 ):
-    return _slot_rows(
+    index = tl.where(ok, index, 0)
+    return _token_rows(
         cache_ptr, index // PAGE_SIZE, index % PAGE_SIZE, 0, PAGE_STRIDE, TOKEN_STRIDE, 0, SCALE_BASE, SCALE_STRIDE
     )
 
@@ -116,6 +120,7 @@ def attend_kernel(
     FIXED_SPLITS: tl.constexpr,
     UNIT: tl.constexpr,
     ONE_PAGE: tl.constexpr,
+    LATE_SUM: tl.constexpr,
     ROW_TILES: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -132,22 +137,16 @@ def attend_kernel(
     col_c = tl.arange(0, BLOCK_C)
     scale_log2 = tl.load(scale_ptr) * LOG2E
 
+    work = schedule_ptr + program * WORK_FIELDS
     if FIXED_SPLITS:
         first_item = program // num_splits
         last_item = first_item
-        first_unit = program % num_splits
-        end_unit = first_unit + 1
-        first_slot = program
-        last_slot_of_item = program
     else:
-        work = schedule_ptr + program * WORK_FIELDS
         first_item = tl.load(work)
         last_item = tl.load(work + 1)
-        first_unit = tl.load(work + 2)
-        end_unit = tl.load(work + 3)
-        first_slot = tl.load(work + 4)
-        last_slot_of_item = tl.load(work + 5)
 
+    # Nothing is hoisted out of the loops, and the schedule is read again where it is needed: a tile of 64 rows takes all
+    # registers, and what is kept across the inner loop is spilled.
     for item in tl.range(first_item, last_item + 1, disable_licm=True):
         length, extra_length = item_lengths(
             item, item >= 0, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens,
@@ -156,14 +155,12 @@ def attend_kernel(
         units = item_units(length, extra_length, UNIT)
         if FIXED_SPLITS:
             per_split = (units + num_splits - 1) // num_splits
-            lo_unit = tl.minimum(first_unit * per_split, units)
-            hi_unit = tl.minimum(end_unit * per_split, units)
-            partial = num_splits > 1
+            lo_unit = tl.minimum(program % num_splits * per_split, units)
+            hi_unit = tl.minimum(lo_unit + per_split, units)
         else:
-            lo_unit = tl.where(item == first_item, first_unit, 0)
-            hi_unit = tl.where(item == last_item, end_unit, units)
-            partial = (lo_unit > 0) | (hi_unit < units)
-        scratch_slot = tl.where(item == first_item, first_slot, last_slot_of_item)
+            lo_unit = tl.load(work + 2, mask=item == tl.load(work), other=0)
+            hi_unit = tl.load(work + 3, mask=item == tl.load(work + 1), other=INT32_MAX)
+            hi_unit = tl.minimum(hi_unit, units)
 
         row = (tile % ROW_TILES) * BLOCK_H + tl.arange(0, BLOCK_H)
         row_ok = row < ROWS
@@ -185,7 +182,7 @@ def attend_kernel(
         row_end = length - S_Q + query + 1
 
         m = tl.full([BLOCK_H], LOWEST, tl.float32)
-        l = tl.zeros([BLOCK_H], tl.float32)
+        l = tl.zeros([BLOCK_H, BLOCK_N] if LATE_SUM else [BLOCK_H], tl.float32)
         acc = tl.zeros([BLOCK_H, BLOCK_C], tl.float32)
         table_row = table_ptr + request * table_stride_b
         if SPARSE:
@@ -203,47 +200,46 @@ def attend_kernel(
 
         for block in tl.range(0, blocks, disable_licm=True):
             # Where the keys of this block lie is all that dense, sparse and extra keys differ in.
-            t = lo + block * BLOCK_N + tl.arange(0, BLOCK_N)
-            ok = t < hi
+            start = lo + block * BLOCK_N
+            end = hi
+            if HAS_EXTRA:
+                in_extra = block >= main_blocks
+                start = tl.where(in_extra, extra_lo + (block - main_blocks) * BLOCK_N, start)
+                end = tl.where(in_extra, extra_hi, hi)
+            t = start + tl.arange(0, BLOCK_N)
+            ok = t < end
             if not SPARSE:
                 if ONE_PAGE:  # a block of keys never crosses a page
-                    page = tl.load(table_row + (lo + block * BLOCK_N) // PAGE_SIZE)
-                    slot = (lo + block * BLOCK_N) % PAGE_SIZE + tl.arange(0, BLOCK_N)
+                    page = tl.load(table_row + start // PAGE_SIZE)
+                    token = start % PAGE_SIZE
                 else:
                     page = tl.load(table_row + t // PAGE_SIZE, mask=ok, other=0)
-                    slot = t % PAGE_SIZE
-                row_ptr, row_scale_ptr = _slot_rows(
-                    cache_ptr, page, slot, kv_head, PAGE_STRIDE, TOKEN_STRIDE, HEAD_STRIDE, SCALE_BASE, SCALE_STRIDE
+                    token = t % PAGE_SIZE
+                base, scale_base = _token_rows(
+                    cache_ptr, page, token, kv_head, PAGE_STRIDE, TOKEN_STRIDE, HEAD_STRIDE, SCALE_BASE, SCALE_STRIDE
                 )
             elif not HAS_EXTRA:
                 index = tl.load(table_row + t, mask=ok, other=-1)
                 ok = (index >= 0) & (index <= last_slot)
-                index = tl.where(ok, index, 0)
-                row_ptr, row_scale_ptr = _index_rows(
-                    cache_ptr, index, PAGE_SIZE, PAGE_STRIDE, TOKEN_STRIDE, SCALE_BASE, SCALE_STRIDE
+                base, scale_base = _index_rows(
+                    cache_ptr, index, ok, PAGE_SIZE, PAGE_STRIDE, TOKEN_STRIDE, SCALE_BASE, SCALE_STRIDE
                 )
             else:
-                in_extra = block >= main_blocks
-                extra_t = extra_lo + (block - main_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
-                entry = tl.where(in_extra, extra_row, table_row) + tl.where(in_extra, extra_t, t)
-                ok = tl.where(in_extra, extra_t < extra_hi, ok)
-                index = tl.load(entry, mask=ok, other=-1)
+                index = tl.load(tl.where(in_extra, extra_row, table_row) + t, mask=ok, other=-1)
                 ok = (index >= 0) & (index <= tl.where(in_extra, extra_last_slot, last_slot))
-                index = tl.where(ok, index, 0)
-                main_ptr, main_scale_ptr = _index_rows(
-                    cache_ptr, index, PAGE_SIZE, PAGE_STRIDE, TOKEN_STRIDE, SCALE_BASE, SCALE_STRIDE
+                main_base, main_scale_base = _index_rows(
+                    cache_ptr, index, ok, PAGE_SIZE, PAGE_STRIDE, TOKEN_STRIDE, SCALE_BASE, SCALE_STRIDE
                 )
-                other_ptr, other_scale_ptr = _index_rows(
-                    extra_cache_ptr, index, EXTRA_PAGE_SIZE, EXTRA_PAGE_STRIDE, EXTRA_TOKEN_STRIDE, EXTRA_SCALE_BASE,
+                extra_base, extra_scale_base = _index_rows(
+                    extra_cache_ptr, index, ok, EXTRA_PAGE_SIZE, EXTRA_PAGE_STRIDE, EXTRA_TOKEN_STRIDE, EXTRA_SCALE_BASE,
                     EXTRA_SCALE_STRIDE,
                 )  # fmt: skip
-                row_ptr = tl.where(in_extra, other_ptr, main_ptr)
-                row_scale_ptr = tl.where(in_extra, other_scale_ptr, main_scale_ptr)
-            # Selecting between pointers hides their alignment from some compilers.
-            row_ptr = tl.multiple_of(row_ptr, ROW_ALIGN)
+                # Selecting between pointers hides their alignment from some compilers.
+                base = tl.multiple_of(tl.where(in_extra, extra_base, main_base), ROW_ALIGN)
+                scale_base = tl.where(in_extra, extra_scale_base, main_scale_base)
             c, r = load_rows(
-                row_ptr, row_scale_ptr, ok, COMPUTE, D_QK, D_V, BLOCK_C, BLOCK_R, SCALE_TILE, NUM_SCALES, SCALE_E8M0,
-                ROPE_OFFSET, NATIVE_FP8,
+                base, scale_base, ok, COMPUTE, ONE_PAGE, TOKEN_STRIDE, SCALE_STRIDE, BLOCK_N, D_QK, D_V, BLOCK_C, BLOCK_R,
+                SCALE_TILE, NUM_SCALES, SCALE_E8M0, ROPE_OFFSET, NATIVE_FP8,
             )  # fmt: skip
             s = tl.dot(q_c, tl.trans(c))  # [BLOCK_H, BLOCK_N]
             if BLOCK_R > 0:
@@ -255,10 +251,15 @@ def attend_kernel(
             m_new = tl.maximum(m, tl.max(s, 1))
             alpha = tl.exp2(m - m_new)
             p = tl.exp2(s - m_new[:, None])
-            l = l * alpha + tl.sum(p, 1)
+            if LATE_SUM:
+                l = l * alpha[:, None] + p
+            else:
+                l = l * alpha + tl.sum(p, 1)
             acc = tl.dot(p.to(COMPUTE), c, acc * alpha[:, None])
             m = m_new
 
+        if LATE_SUM:
+            l = tl.sum(l, 1)
         empty = l == 0.0
         l = tl.where(empty, 1.0, l)  # an empty row has acc == 0
         acc = acc / l[:, None]
@@ -266,8 +267,14 @@ def attend_kernel(
         out_mask = row_ok[:, None]
         if D_V != BLOCK_C:
             out_mask = out_mask & (col_c < D_V)[None, :]
-        if partial:
-            part = scratch_slot.to(tl.int64) * (KV_HEADS * ROWS) + kv_head * ROWS + row
+        if FIXED_SPLITS:
+            slot = tl.where(num_splits > 1, program, -1)
+        else:
+            first_item = tl.load(work)
+            at_an_end = (item == first_item) | (item == tl.load(work + 1))
+            slot = tl.load(work + tl.where(item == first_item, 4, 5), mask=at_an_end, other=-1)
+        if slot >= 0:
+            part = slot.to(tl.int64) * (KV_HEADS * ROWS) + kv_head * ROWS + row
             tl.store(partial_out_ptr + part[:, None] * D_V + col_c[None, :], acc, mask=out_mask)
             tl.store(partial_lse_ptr + part, tl.where(empty, float("-inf"), lse), mask=row_ok)
         else:

@@ -168,7 +168,7 @@ def _infer_format(argument: str, spec: TensorSpec, page_size: int | None) -> Cac
 def cache_spec(
     argument: str, spec: TensorSpec, cache_format: str | None, page_size: int | None, d_qk: int, dtype: str
 ) -> tuple[CacheSpec, int]:
-    """Checks one cache against the width and dtype of the queries: the cache and its number of heads.  Raises as `make_problem`."""
+    """Checks one cache against the queries' width and dtype: the cache and its number of heads.  Raises as `make_problem`."""
     fmt = get_format(cache_format) if cache_format is not None else _infer_format(argument, spec, page_size)
     if not fmt.quantised:
         _expect(
@@ -345,7 +345,9 @@ def make_problem(
         raise ValueError(f"{'indices' if sparse else 'block_table'}: more than 2**31 - 1 entries a row")
 
     if attn_sink is not None:
-        _expect(attn_sink.dtype == "float32" and attn_sink.shape == (h_q,), "attn_sink", f"float32 of shape [h_q={h_q}]", attn_sink)
+        _expect(
+            attn_sink.dtype == "float32" and attn_sink.shape == (h_q,), "attn_sink", f"float32 of shape [h_q={h_q}]", attn_sink
+        )
         _expect_dense_rows("attn_sink", attn_sink)
     if num_splits is not None:
         _positive_int("num_splits", num_splits)

@@ -21,7 +21,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-WORK_FIELDS = tl.constexpr(6)  # first item, last item, first unit, end unit, slot of the first item, slot of the last item
+# First item, last item, first unit, end unit, scratch slots of the first and the last item (-1 where it is not split; that
+# of the first holds where they are one).
+WORK_FIELDS = tl.constexpr(6)
 
 
 def num_slots(programs: int, items: int) -> int:
@@ -124,6 +126,8 @@ def schedule_kernel(
             tl.store(work + 1, tl.where(real, item, item - 1), mask=item < slots)
             tl.store(work + 2, item * 0, mask=item < slots)
             tl.store(work + 3, units, mask=item < slots)
+            tl.store(work + 4, item * 0 - 1, mask=item < slots)
+            tl.store(work + 5, item * 0 - 1, mask=item < slots)
         tl.store(schedule_ptr + slots * WORK_FIELDS, 0)
     else:
         # A program's stretch [lo, hi) is found by comparing it with the ends of all items, a block of items at a time.
@@ -175,12 +179,15 @@ def schedule_kernel(
         tl.store(splits_ptr - 1, num_split)
         work = schedule_ptr + program * WORK_FIELDS
         real = program < programs
+        first_unit = tl.maximum(lo - first_start - FIXED_COST, 0)
+        to_the_end = hi >= last_end
+        first_partial = (first_unit > 0) | ((first_item == last_item) & (hi < last_end))
         tl.store(work, first_item, mask=real)
         tl.store(work + 1, last_item, mask=real)
-        tl.store(work + 2, tl.maximum(lo - first_start - FIXED_COST, 0).to(tl.int32), mask=real)
+        tl.store(work + 2, first_unit.to(tl.int32), mask=real)
         tl.store(work + 3, (tl.minimum(hi, last_end) - last_start - FIXED_COST).to(tl.int32), mask=real)
-        tl.store(work + 4, program + first_rank, mask=real)
-        tl.store(work + 5, program + last_rank, mask=real)
+        tl.store(work + 4, tl.where(first_partial, program + first_rank, -1), mask=real)
+        tl.store(work + 5, tl.where(to_the_end, -1, program + last_rank), mask=real)
         for start in range(0, slots - programs, ITEM_CHUNK):
             idle = programs + start + tl.arange(0, ITEM_CHUNK)
             tl.store(schedule_ptr + idle * WORK_FIELDS, idle * 0, mask=idle < slots)

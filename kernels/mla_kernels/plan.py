@@ -182,13 +182,12 @@ def _one_page(problem: Problem, tiles: Tiles, unit: int) -> bool:
 
 
 def _row_alignment(problem: Problem) -> int:
-    """Bytes, 16 at most, that the addresses of all rows are a multiple of when those of the caches are multiples of 16."""
-    size = 1 if problem.cache.format.quantised else 2
-    strides = [16]
-    for spec in (problem.cache, problem.extra):
-        if spec is not None:
-            strides += [size * spec.page_stride, size * spec.token_stride, size * spec.head_stride]
-    return gcd(*strides)
+    """Bytes that the addresses of all rows are known to be a multiple of; front ends see to it that quantised caches start
+    at a multiple of 16."""
+    if not problem.cache.format.quantised:
+        return 2
+    specs = [spec for spec in (problem.cache, problem.extra) if spec is not None]
+    return gcd(16, *(spec.page_stride for spec in specs), *(spec.token_stride for spec in specs))
 
 
 def plan_decode(problem: Problem, facts: DeviceFacts, overrides: dict[str, int] | None = None) -> Plan:

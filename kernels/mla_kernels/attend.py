@@ -209,24 +209,28 @@ def attend_kernel(
             t = start + tl.arange(0, BLOCK_N)
             ok = t < end
             if not SPARSE:
+                # Instead of a mask, which every vector of a row would have to carry: behind the end stands the last key again.
+                valid = tl.full([BLOCK_N], True, tl.int1)
                 if ONE_PAGE:  # a block of keys never crosses a page
                     page = tl.load(table_row + start // PAGE_SIZE)
                     token = start % PAGE_SIZE
                 else:
-                    page = tl.load(table_row + t // PAGE_SIZE, mask=ok, other=0)
-                    token = t % PAGE_SIZE
+                    page = tl.load(table_row + tl.minimum(t, end - 1) // PAGE_SIZE)
+                    token = tl.minimum(t, end - 1) % PAGE_SIZE
                 base, scale_base = _token_rows(
                     cache_ptr, page, token, kv_head, PAGE_STRIDE, TOKEN_STRIDE, HEAD_STRIDE, SCALE_BASE, SCALE_STRIDE
                 )
             elif not HAS_EXTRA:
                 index = tl.load(table_row + t, mask=ok, other=-1)
                 ok = (index >= 0) & (index <= last_slot)
+                valid = ok
                 base, scale_base = _index_rows(
                     cache_ptr, index, ok, PAGE_SIZE, PAGE_STRIDE, TOKEN_STRIDE, SCALE_BASE, SCALE_STRIDE
                 )
             else:
                 index = tl.load(tl.where(in_extra, extra_row, table_row) + t, mask=ok, other=-1)
                 ok = (index >= 0) & (index <= tl.where(in_extra, extra_last_slot, last_slot))
+                valid = ok
                 main_base, main_scale_base = _index_rows(
                     cache_ptr, index, ok, PAGE_SIZE, PAGE_STRIDE, TOKEN_STRIDE, SCALE_BASE, SCALE_STRIDE
                 )
@@ -238,8 +242,8 @@ def attend_kernel(
                 base = tl.multiple_of(tl.where(in_extra, extra_base, main_base), ROW_ALIGN)
                 scale_base = tl.where(in_extra, extra_scale_base, main_scale_base)
             c, r = load_rows(
-                base, scale_base, ok, COMPUTE, ONE_PAGE, TOKEN_STRIDE, SCALE_STRIDE, BLOCK_N, D_QK, D_V, BLOCK_C, BLOCK_R,
-                SCALE_TILE, NUM_SCALES, SCALE_E8M0, ROPE_OFFSET, NATIVE_FP8,
+                base, scale_base, end - 1 - start, valid, COMPUTE, ONE_PAGE, TOKEN_STRIDE, SCALE_STRIDE, BLOCK_N, D_QK, D_V,
+                BLOCK_C, BLOCK_R, SCALE_TILE, NUM_SCALES, SCALE_E8M0, ROPE_OFFSET, NATIVE_FP8,
             )  # fmt: skip
             s = tl.dot(q_c, tl.trans(c))  # [BLOCK_H, BLOCK_N]
             if BLOCK_R > 0:

@@ -28,7 +28,8 @@ def e8m0_to_float32(code):
 def load_rows(
     base,  # pointers to rows [N], or one pointer to the first of rows at equal distances (EQUIDISTANT)
     scale_base,  # the same for their scales, of the cache's dtype
-    ok,  # bool [N]: nothing is read where it is false, and the row is zero
+    last,  # the place of the last row that may be read (EQUIDISTANT); the rows behind it are that row again
+    valid,  # bool [N]: nothing is read where it is false, and the row is zero
     COMPUTE: tl.constexpr,
     EQUIDISTANT: tl.constexpr,
     ROW_DISTANCE: tl.constexpr,
@@ -49,7 +50,7 @@ def load_rows(
     With `BLOCK_R == 0` there is no rest, and the second result is the first.
     """
     # With one base the offsets of a tile are added up in 32 bits before they meet it, which costs half of the instructions.
-    n = tl.arange(0, BLOCK_N)
+    n = tl.minimum(tl.arange(0, BLOCK_N), last)
     row = n * ROW_DISTANCE if EQUIDISTANT else n * 0
     if not EQUIDISTANT:
         base = base[:, None]
@@ -57,14 +58,14 @@ def load_rows(
     row = row[:, None]
     if SCALE_TILE == 0:
         col = tl.arange(0, BLOCK_C)[None, :]
-        mask = ok[:, None]
+        mask = valid[:, None]
         if D_V != BLOCK_C:
             mask = mask & (col < D_V)
         c = tl.load(base + (row + col), mask=mask, other=0.0).to(COMPUTE)
         r = c
         if BLOCK_R > 0:
             rest = D_V + tl.arange(0, BLOCK_R)[None, :]
-            mask = ok[:, None]
+            mask = valid[:, None]
             if D_QK - D_V != BLOCK_R:
                 mask = mask & (rest < D_QK)
             r = tl.load(base + (row + rest), mask=mask, other=0.0).to(COMPUTE)
@@ -72,25 +73,25 @@ def load_rows(
         # Tiles that share a scale are an axis of their own: [N, tiles, SCALE_TILE].
         TILES: tl.constexpr = BLOCK_C // SCALE_TILE
         tile = tl.arange(0, TILES)
-        ok_tile = ok[:, None]
+        valid_tile = valid[:, None]
         if NUM_SCALES != TILES:
-            ok_tile = ok_tile & (tile < NUM_SCALES)[None, :]
+            valid_tile = valid_tile & (tile < NUM_SCALES)[None, :]
         offset = tile[:, None] * SCALE_TILE + tl.arange(0, SCALE_TILE)[None, :]
         tile_base = base if EQUIDISTANT else base[:, :, None]
-        code = tl.load(tile_base + (row[:, :, None] + offset[None, :, :]), mask=ok_tile[:, :, None], other=0)
+        code = tl.load(tile_base + (row[:, :, None] + offset[None, :, :]), mask=valid_tile[:, :, None], other=0)
         # Scales by words: a copy into shared memory moves four bytes at the least.
         scale_row = (n * SCALE_DISTANCE if EQUIDISTANT else n * 0)[:, None] // 4
         if SCALE_E8M0:
             word_ptr = scale_base.to(tl.pointer_type(tl.uint32), bitcast=True)
-            word = tl.load(word_ptr + (scale_row + tl.arange(0, TILES // 4)[None, :]), mask=ok[:, None], other=0)
+            word = tl.load(word_ptr + (scale_row + tl.arange(0, TILES // 4)[None, :]), mask=valid[:, None], other=0)
             scale_code = (word[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :]) & 0xFF
             scale = e8m0_to_float32(tl.reshape(scale_code, [BLOCK_N, TILES]))
         else:
             fp32_ptr = scale_base.to(tl.pointer_type(tl.float32), bitcast=True)
-            scale = tl.load(fp32_ptr + (scale_row + tile[None, :]), mask=ok_tile, other=0.0)
+            scale = tl.load(fp32_ptr + (scale_row + tile[None, :]), mask=valid_tile, other=0.0)
         rope_ptr = (base + ROPE_OFFSET).to(tl.pointer_type(tl.bfloat16), bitcast=True)
         rope_col = tl.arange(0, D_QK - NUM_SCALES * SCALE_TILE)[None, :]
-        rope = tl.load(rope_ptr + (row // 2 + rope_col), mask=ok[:, None], other=0.0).to(COMPUTE)
+        rope = tl.load(rope_ptr + (row // 2 + rope_col), mask=valid[:, None], other=0.0).to(COMPUTE)
         value = (e4m3_to_float32(code, NATIVE_FP8) * scale[:, :, None]).to(COMPUTE)
         if NUM_SCALES != TILES:  # the RoPE part is the last tile of the value vector
             value = tl.where((tile < NUM_SCALES)[None, :, None], value, rope[:, None, :])

@@ -1,207 +1,20 @@
-"""`decode` and `explain` for JAX: checks a call while it is traced, chooses an implementation and traces it."""
+"""`decode` and `explain` for JAX: checks a call, while it is traced, and hands it on."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mla_kernels.choose import Explanation, Refusals, choose, requested
-from mla_kernels.device import DeviceFacts
-from mla_kernels.launch import Plan, Refusal
-from mla_kernels.plan import plan_decode, refusals
+from mla_kernels.choose import Explanation, requested
 from mla_kernels.problem import Problem, TensorSpec, make_problem
 
-from . import interpret, jax_triton_compat, launcher
+from .choice import IMPLEMENTATIONS, Call, choose_for, falls_back, plan_for
 from .device import current_facts
-from .reference import decode_reference
-
-Arrays = dict[str, jax.Array]
-Results = tuple[jax.Array, jax.Array]
-
-# What plans call the arguments that they do not call by the caller's names.
-_PLAN_NAMES = {
-    "block_table": "table",
-    "cache_seqlens": "lengths",
-    "indices": "table",
-    "topk_length": "lengths",
-    "extra_indices": "extra_table",
-    "extra_topk_length": "extra_lengths",
-}
-_PER_REQUEST = ("q", "table", "lengths", "extra_table", "extra_lengths")
-_SHARED = ("kv_cache", "extra_kv_cache", "attn_sink", "softmax_scale")
-
-
-@dataclass(frozen=True)
-class Implementation:
-    """One way to serve a call.
-
-    Attributes:
-      refusals: why it does not serve a problem on a device (facts None: no device that the kernels run on is known).
-      automatic: whether it is tried on such a device when the caller names none.
-      plan: what it launches; None for an implementation made of JAX operations.
-    """
-
-    refusals: Callable[[Problem, DeviceFacts | None], Refusals]
-    automatic: Callable[[DeviceFacts | None], bool]
-    plan: Callable[[Problem, DeviceFacts], Plan] | None = None
-
-
-def _triton_refusals(problem: Problem, facts: DeviceFacts | None) -> Refusals:
-    if facts is None:
-        reason = (
-            "the kernels need a CUDA device (or mla_jax.device_facts to lower for one elsewhere, "
-            "or the CPU, where TRITON_INTERPRET=1 was set before the import)"
-        )
-        return (Refusal("q", reason),)
-    if not facts.interpreted and not jax_triton_compat.available():
-        return (Refusal("q", f"the kernels need jax-triton: {jax_triton_compat.reason()}"),)
-    return tuple(refusals(problem, facts))
-
-
-# Best first.  An implementation is one entry here; all else follows from the entry.
-IMPLEMENTATIONS: dict[str, Implementation] = {
-    "triton": Implementation(_triton_refusals, automatic=lambda facts: facts is not None, plan=plan_decode),
-    # A GPU user who gets the reference has asked for it: it is slow enough to be taken for a fault.
-    "reference": Implementation(lambda problem, facts: (), automatic=lambda facts: facts is None or facts.interpreted),
-}
-
-
-@dataclass(frozen=True)
-class _Call:
-    """All about a call that is static; the key of its compiled form."""
-
-    problem: Problem
-    implementation: str | tuple[str, ...] | None
-    facts: DeviceFacts | None
-
-
-@functools.lru_cache(maxsize=4096)
-def _choose(call: _Call) -> tuple[str, dict[str, Refusals]]:
-    """The implementation of a call, and the refusals of all that refuse it."""
-    names = requested(call.implementation, tuple(IMPLEMENTATIONS))
-    if call.implementation is None:
-        names = tuple(name for name in names if IMPLEMENTATIONS[name].automatic(call.facts))
-    if call.problem.empty:
-        return names[0], {}
-    reasons = {name: entry.refusals(call.problem, call.facts) for name, entry in IMPLEMENTATIONS.items()}
-    return choose(names, reasons), {name: found for name, found in reasons.items() if found}
-
-
-def _plan(call: _Call) -> Plan | None:
-    entry = IMPLEMENTATIONS[_choose(call)[0]]
-    if entry.plan is None or call.facts is None or call.problem.empty:
-        return None
-    return entry.plan(call.problem, call.facts)
-
-
-def _reference(problem: Problem, arrays: Arrays) -> Results:
-    sparse = problem.sparse
-    return decode_reference(
-        arrays["q"],
-        arrays["kv_cache"],
-        None if sparse else arrays["table"],
-        None if sparse else arrays["lengths"],
-        indices=arrays["table"] if sparse else None,
-        topk_length=arrays.get("lengths") if sparse else None,
-        extra_kv_cache=arrays.get("extra_kv_cache"),
-        extra_indices=arrays.get("extra_table"),
-        extra_topk_length=arrays.get("extra_lengths"),
-        attn_sink=arrays.get("attn_sink"),
-        head_dim_v=problem.d_v,
-        softmax_scale=arrays["softmax_scale"][0],
-        causal=problem.causal,
-        cache_format=problem.cache.format.name,
-        page_size=(problem.cache.page_size, problem.extra.page_size if problem.extra is not None else None),
-    )
-
-
-def _trace(call: _Call, arrays: Arrays) -> Results:
-    problem = call.problem
-    reference = functools.partial(_reference, problem)
-    plan = _plan(call)
-    if plan is None:
-        return reference(arrays)
-    if plan.facts.interpreted:
-        return interpret.run(plan, arrays)
-    elsewhere = reference if _falls_back(call) else functools.partial(launcher.run_elsewhere, plan)
-    return jax.lax.platform_dependent(arrays, cuda=functools.partial(launcher.run, plan), default=elsewhere)
-
-
-def _falls_back(call: _Call) -> bool:
-    """Whether a call that takes the kernels on CUDA takes the reference on other platforms."""
-    return "reference" in requested(call.implementation, tuple(IMPLEMENTATIONS))
-
-
-@functools.lru_cache(maxsize=4096)
-def _operation(call: _Call) -> Callable[[Arrays], Results]:
-    """The traced function of a call with its rules for differentiation (none, in words) and for `vmap`."""
-
-    @jax.custom_jvp
-    def differentiable(arrays: Arrays) -> Results:
-        return _trace(call, arrays)
-
-    @differentiable.defjvp
-    def no_gradient(primals: Any, tangents: Any) -> Any:
-        raise NotImplementedError(
-            "mla_jax.decode is forward-only: none of its arguments can be differentiated; "
-            "pass them through jax.lax.stop_gradient"
-        )
-
-    @jax.custom_batching.custom_vmap
-    def batchable(arrays: Arrays) -> Results:
-        return differentiable(arrays)
-
-    @batchable.def_vmap
-    def fold(axis_size: int, mapped: tuple[dict[str, bool]], arrays: Arrays) -> tuple[Results, tuple[bool, bool]]:
-        (is_mapped,) = mapped
-        return _fold(call, axis_size, is_mapped, arrays), (True, True)
-
-    return batchable
-
-
-def _mappable(problem: Problem, arrays: Arrays) -> str:
-    """The per-request arguments of a call, in the caller's words."""
-    addressing = ("indices", "topk_length") if problem.sparse else ("block_table", "cache_seqlens")
-    words = ("q", *addressing, "extra_indices", "extra_topk_length")
-    return ", ".join(word for word in words if _PLAN_NAMES.get(word, word) in arrays)
-
-
-def _fold(call: _Call, size: int, is_mapped: Mapping[str, bool], arrays: Arrays) -> Results:
-    """`vmap`: the mapped axis becomes part of the batch."""
-    problem = call.problem
-    for name in _SHARED:
-        if is_mapped.get(name):
-            raise NotImplementedError(
-                f"{name}: mla_jax.decode under vmap needs one for all examples (mapped may be {_mappable(problem, arrays)}); "
-                "keep the pages of all examples in one cache, or use jax.lax.map"
-            )
-    folded = dict(arrays)
-    for name in _PER_REQUEST:
-        if name in arrays:
-            array = arrays[name]
-            if not is_mapped[name]:
-                array = jnp.broadcast_to(array, (size, *array.shape))
-            folded[name] = array.reshape(size * problem.batch, *array.shape[2:])
-    out, lse = _run(replace(call, problem=replace(problem, batch=size * problem.batch)), folded)
-    return out.reshape(size, *problem.out_shape), lse.reshape(size, *problem.lse_shape)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _decode(call: _Call, arrays: Arrays) -> Results:
-    return _operation(call)(arrays)
-
-
-def _run(call: _Call, arrays: Arrays) -> Results:
-    problem = call.problem
-    if problem.empty:
-        return jnp.zeros(problem.out_shape, problem.dtype), jnp.zeros(problem.lse_shape, jnp.float32)
-    return _decode(call, arrays)
+from .traced import PLAN_NAMES, Results, run
 
 
 def _spec(name: str, array: Any, shapes_too: bool) -> TensorSpec:
@@ -211,15 +24,15 @@ def _spec(name: str, array: Any, shapes_too: bool) -> TensorSpec:
     return TensorSpec(tuple(array.shape), str(array.dtype))
 
 
-def _check(arrays: Mapping[str, Any], implementation: Any, options: Mapping[str, Any], shapes_too: bool = False) -> _Call:
+def _check(arrays: Mapping[str, Any], implementation: Any, options: Mapping[str, Any], shapes_too: bool = False) -> Call:
     """The call, from shapes, dtypes and options alone."""
     specs = {name: _spec(name, x, shapes_too) for name, x in arrays.items() if x is not None or name in ("q", "kv_cache")}
     problem = make_problem(**specs, **options)  # type: ignore[arg-type]
     requested(implementation, tuple(IMPLEMENTATIONS))
     if implementation is not None and not isinstance(implementation, str):
         implementation = tuple(implementation)
-    call = _Call(problem, implementation, current_facts())
-    _choose(call)
+    call = Call(problem, implementation, current_facts())
+    choose_for(call)
     return call
 
 
@@ -269,7 +82,8 @@ def decode(
 
     Works eagerly, under `jit` and in `lax.scan`; `vmap` over the per-request arguments (`q`, `block_table`,
     `cache_seqlens`, `indices`, `topk_length`, `extra_indices`, `extra_topk_length`) folds the mapped axis into the batch.
-    Forward only.  Arrays may be numpy's.  The cache is never copied.
+    Forward only.  Arrays may be numpy's.  The cache is never copied; under `jit` with sharded arrays wrap the call in
+    `shard_map`, or JAX gathers them.
 
     Args:
       q: bf16 or fp16 [b, s_q, h_q, d_qk].
@@ -322,8 +136,8 @@ def decode(
     }
     call = _check(arrays, implementation, options)
     scale = _scale(softmax_scale, call.problem)
-    named = {_PLAN_NAMES.get(name, name): array for name, array in arrays.items() if array is not None}
-    return _run(call, {**named, "softmax_scale": scale})
+    named = {PLAN_NAMES.get(name, name): array for name, array in arrays.items() if array is not None}
+    return run(call, {**named, "softmax_scale": scale})
 
 
 def explain(
@@ -378,8 +192,8 @@ def explain(
     }
     call = _check(arrays, implementation, options, shapes_too=True)
     _scale(softmax_scale, call.problem)
-    name, refused = _choose(call)
-    plan = _plan(call)
+    name, refused = choose_for(call)
+    plan = plan_for(call)
     compiled = plan is not None and not plan.facts.interpreted
     return Explanation(
         problem=call.problem,
@@ -387,5 +201,5 @@ def explain(
         refused=refused,
         facts=call.facts,
         plan=plan,
-        note="on CUDA, the reference on other platforms" if compiled and _falls_back(call) else "",
+        note="on CUDA, the reference on other platforms" if compiled and falls_back(call) else "",
     )

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import mlir, xla
 
 from mla_kernels.launch import Plan
 from mla_kernels.problem import BYTE_DTYPES
@@ -103,6 +105,28 @@ def execute(plan: Plan, arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, n
     return live["out"], live["lse"]
 
 
+# `jax.pure_callback` would put the operands back on a device for its callback, which then waits for them on one of the
+# few threads that have to bring them: calls from several threads can wait forever.  This callback gets them as numpy arrays.
+_interpret_p = Primitive("mla_decode_interpret")
+_interpret_p.multiple_results = True
+_interpret_p.def_impl(functools.partial(xla.apply_primitive, _interpret_p))
+
+
+@_interpret_p.def_abstract_eval
+def _interpret_abstract_eval(*_: Any, results: Sequence[jax.core.ShapedArray], **__: Any) -> Sequence[jax.core.ShapedArray]:
+    return results
+
+
+def _interpret_lowering(ctx: Any, *operands: Any, callback: Callable[..., Any], **_: Any) -> Any:
+    results, _token, _keepalive = mlir.emit_python_callback(
+        ctx, callback, None, list(operands), ctx.avals_in, ctx.avals_out, has_side_effect=False, returns_token=False
+    )
+    return results
+
+
+mlir.register_lowering(_interpret_p, _interpret_lowering)
+
+
 def run(plan: Plan, arrays: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Traces a callback that executes `plan`.
 
@@ -114,13 +138,15 @@ def run(plan: Plan, arrays: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Arr
       `(out, lse)`; `out` is rounded once, to nearest even, from the plan's buffer to the dtype of q.
     """
     problem = plan.problem
+    names = tuple(arrays)
+
+    def callback(*values: Any) -> tuple[np.ndarray, np.ndarray]:
+        out, lse = execute(plan, dict(zip(names, map(np.asarray, values), strict=True)))
+        return out.astype(problem.dtype), lse
+
     results = (
-        jax.ShapeDtypeStruct(problem.out_shape, problem.dtype),
-        jax.ShapeDtypeStruct(problem.lse_shape, "float32"),
+        jax.core.ShapedArray(problem.out_shape, np.dtype(problem.dtype)),
+        jax.core.ShapedArray(problem.lse_shape, np.dtype("float32")),
     )
-    return jax.pure_callback(functools.partial(_callback, plan), results, dict(arrays))
-
-
-def _callback(plan: Plan, arrays: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    out, lse = execute(plan, {name: np.asarray(value) for name, value in arrays.items()})
-    return out.astype(plan.problem.dtype), lse
+    out, lse = _interpret_p.bind(*arrays.values(), callback=callback, results=results)
+    return out, lse

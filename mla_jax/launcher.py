@@ -66,7 +66,7 @@ def _elsewhere_lowering(ctx: Any, *, implementation: str, **_: Any) -> Any:
 mlir.register_lowering(_elsewhere_p, _elsewhere_lowering)
 
 
-def run_elsewhere(plan: Plan, arrays: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def run_elsewhere(plan: Plan) -> tuple[jax.Array, jax.Array]:
     """Traces what raises NotImplementedError when it is lowered: the plan's kernels on a platform that is not CUDA."""
     problem = plan.problem
     results = (

@@ -137,9 +137,10 @@ def _decode(
         request, query = i // problem.s_q, i % problem.s_q
         q_row = q[request, query].astype(dtype).reshape(*heads, problem.d_qk)
         state = (
-            jnp.full(heads, -jnp.inf, dtype),
-            jnp.zeros(heads, dtype),
-            jnp.zeros((*heads, problem.d_v), dtype),
+            # like q, so that the state is as sharded as q is under shard_map
+            lax.full_like(q_row, -jnp.inf, shape=heads),
+            lax.full_like(q_row, 0, shape=heads),
+            lax.full_like(q_row, 0, shape=(*heads, problem.d_v)),
         )
         for scope in scopes:
             state = _attend(q_row, scope, request, query, scale, state, problem, dtype)

@@ -16,7 +16,7 @@ jax = pytest.importorskip("jax")
 import jax.numpy as jnp
 
 import mla_jax
-from mla_jax import api, device, interpret, jax_triton_compat, launcher
+from mla_jax import api, choice, device, interpret, jax_triton_compat, traced
 from mla_kernels.device import INTERPRETER, KNOWN_DEVICES, DeviceFacts
 from mla_kernels.launch import Refusal
 from tests.conftest import INTERPRETED, cuda_devices
@@ -203,7 +203,7 @@ def test_bytes_of_any_dtype(dtype, implementation):
 @pytest.mark.parametrize("implementation", [None, "triton", "reference"])
 @pytest.mark.parametrize(("b", "s_q"), [(0, 1), (2, 0), (0, 0)])
 def test_empty_calls_give_empty_results_and_launch_nothing(b, s_q, implementation, monkeypatch):
-    monkeypatch.setattr(api, "_trace", None)
+    monkeypatch.setattr(traced, "trace", None)
     call = dense() | {
         "q": jnp.zeros((b, s_q, 4, 576), jnp.bfloat16),
         "block_table": jnp.zeros((b, 3), jnp.int32),
@@ -247,16 +247,6 @@ def test_threads():
     with ThreadPoolExecutor(3) as pool:
         for got, wanted in zip(pool.map(lambda call: mla_jax.decode(**call), calls), expected, strict=True):
             assert_same_bits(got, wanted)
-
-
-@pytest.mark.interpret
-def test_many_interpreted_calls_with_a_large_cache():
-    """Operands that XLA hands over asynchronously reach the callback without a deadlock."""
-    call = dense(b=1, h_q=1, page_size=64, pages=200)
-    function, arrays = jitted(call)
-    results = [function(arrays) for _ in range(4)]
-    for result in results:
-        assert_same_bits(result, results[0])
 
 
 # Compilation
@@ -350,14 +340,14 @@ def test_refused_implementations_are_passed_over_and_listed(monkeypatch):
 
 def test_one_error_lists_every_refusal(monkeypatch):
     choosing(monkeypatch, H200)
-    for name in api.IMPLEMENTATIONS:
+    for name in choice.IMPLEMENTATIONS:
         found = (Refusal("q", f"{name} dislikes it"), Refusal("indices", f"{name} cannot"))
-        entry = replace(api.IMPLEMENTATIONS[name], refusals=lambda problem, facts, found=found: found)
-        monkeypatch.setitem(api.IMPLEMENTATIONS, name, entry)
-    api._choose.cache_clear()
+        entry = replace(choice.IMPLEMENTATIONS[name], refusals=lambda problem, facts, found=found: found)
+        monkeypatch.setitem(choice.IMPLEMENTATIONS, name, entry)
+    choice.choose_for.cache_clear()
     with pytest.raises(NotImplementedError) as raised:
         mla_jax.decode(**dense(), implementation=["triton", "reference"])
-    api._choose.cache_clear()
+    choice.choose_for.cache_clear()
     for line in ("triton: q: triton dislikes it", "reference: indices: reference cannot"):
         assert line in str(raised.value)
 
@@ -733,8 +723,53 @@ print((out == 1).all(), out.dtype)
     assert in_fresh_process(code, TRITON_INTERPRET="1") == "True bfloat16"
 
 
+@pytest.mark.parametrize("tier", ["0", pytest.param("1", marks=pytest.mark.interpret)])
+def test_shard_map(tier):
+    """Two devices, each with its half of the requests, whose caches are sharded or shared."""
+    code = """
+import jax, jax.numpy as jnp, numpy as np, mla_jax
+from jax.sharding import AxisType, PartitionSpec as P
+from tests.jax_lowered import kernel_calls
+from mla_jax import jax_triton_compat, device
+mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+rng = np.random.default_rng(0)
+q = jnp.asarray(rng.standard_normal((4, 1, 4, 576)), jnp.bfloat16)
+cache = jnp.asarray(rng.standard_normal((8, 16, 1, 576)), jnp.bfloat16)
+table = jnp.asarray(rng.integers(0, 4, (4, 3)), jnp.int32)
+lengths = jnp.array([5, 40, 0, 17], jnp.int32)
+call = q, cache, table, lengths
+for of_cache, of_q, of_lengths in ((P(), P("x"), P("x")), (P("x"), P("x"), P("x")), (P("x"), P(), P())):
+    for check in (True, False):
+        specs = (of_q, of_cache, of_lengths, of_lengths)
+        f = jax.shard_map(mla_jax.decode, mesh=mesh, in_specs=specs, out_specs=P("x"), check_vma=check)
+        out, lse = jax.jit(f)(*call)
+        parts = []
+        for shard in range(2):
+            half = [np.split(np.asarray(x), 2)[shard] if s == P("x") else x for x, s in zip(call, specs)]
+            parts.append(mla_jax.decode(*half)[1])
+        np.testing.assert_allclose(np.asarray(lse), np.concatenate(parts), rtol=1e-4)
+        if not device.interpreting() and jax_triton_compat.available():
+            with mla_jax.device_facts("NVIDIA H200"):
+                lowered = jax.jit(f).trace(*call).lower(lowering_platforms=("cuda",))
+            assert len(kernel_calls(lowered)) > 1
+print("done")
+"""
+    flags = "--xla_force_host_platform_device_count=2"
+    assert in_fresh_process(code, TRITON_INTERPRET=tier, XLA_FLAGS=flags) == "done"
+
+
+@pytest.mark.interpret
+def test_threads_with_a_large_cache():
+    """A callback never waits for the threads that XLA runs it on."""
+    call = dense(b=1, h_q=1, page_size=64, pages=200)
+    function, arrays = jitted(call)
+    expected = function(arrays)
+    with ThreadPoolExecutor(4) as pool:
+        for result in pool.map(lambda _: jax.block_until_ready(function({**arrays, "q": arrays["q"]})), range(8)):
+            assert_same_bits(result, expected)
+
+
 def test_public_names():
     for name in ("decode", "explain", "device_facts", "quantize_cache", "dequantize_cache", "decode_reference"):
         assert name in mla_jax.__all__
         assert callable(getattr(mla_jax, name))
-    assert launcher.run.__doc__

@@ -1,0 +1,83 @@
+"""Which implementation serves a call, and what it plans."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mla_kernels.choose import Refusals, choose, requested
+from mla_kernels.device import DeviceFacts
+from mla_kernels.launch import Plan, Refusal
+from mla_kernels.plan import plan_decode, refusals
+from mla_kernels.problem import Problem
+
+from . import jax_triton_compat
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to serve a call.
+
+    Attributes:
+      refusals: why it does not serve a problem on a device (facts None: no device that the kernels run on is known).
+      automatic: whether it is tried on such a device when the caller names none.
+      plan: what it launches; None for an implementation made of JAX operations.
+    """
+
+    refusals: Callable[[Problem, DeviceFacts | None], Refusals]
+    automatic: Callable[[DeviceFacts | None], bool]
+    plan: Callable[[Problem, DeviceFacts], Plan] | None = None
+
+
+def _triton_refusals(problem: Problem, facts: DeviceFacts | None) -> Refusals:
+    if facts is None:
+        reason = (
+            "the kernels need a CUDA device (or mla_jax.device_facts to lower for one elsewhere, "
+            "or the CPU, where TRITON_INTERPRET=1 was set before the import)"
+        )
+        return (Refusal("q", reason),)
+    if not facts.interpreted and not jax_triton_compat.available():
+        return (Refusal("q", f"the kernels need jax-triton: {jax_triton_compat.reason()}"),)
+    return tuple(refusals(problem, facts))
+
+
+# Best first.  An implementation is one entry here; all else follows from the entry.
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "triton": Implementation(_triton_refusals, automatic=lambda facts: facts is not None, plan=plan_decode),
+    # A GPU user who gets the reference has asked for it: it is slow enough to be taken for a fault.
+    "reference": Implementation(lambda problem, facts: (), automatic=lambda facts: facts is None or facts.interpreted),
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """All about a call that is static; the key of its compiled form."""
+
+    problem: Problem
+    implementation: str | tuple[str, ...] | None
+    facts: DeviceFacts | None
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_for(call: Call) -> tuple[str, dict[str, Refusals]]:
+    """The implementation of a call, and the refusals of all that refuse it."""
+    names = requested(call.implementation, tuple(IMPLEMENTATIONS))
+    if call.implementation is None:
+        names = tuple(name for name in names if IMPLEMENTATIONS[name].automatic(call.facts))
+    if call.problem.empty:
+        return names[0], {}
+    reasons = {name: entry.refusals(call.problem, call.facts) for name, entry in IMPLEMENTATIONS.items()}
+    return choose(names, reasons), {name: found for name, found in reasons.items() if found}
+
+
+def plan_for(call: Call) -> Plan | None:
+    entry = IMPLEMENTATIONS[choose_for(call)[0]]
+    if entry.plan is None or call.facts is None or call.problem.empty:
+        return None
+    return entry.plan(call.problem, call.facts)
+
+
+def falls_back(call: Call) -> bool:
+    """Whether a call that takes the kernels on CUDA takes the reference on other platforms."""
+    return "reference" in requested(call.implementation, tuple(IMPLEMENTATIONS))

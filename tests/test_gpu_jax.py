@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import mla_jax
-from mla_jax import api
+from mla_jax import traced
 from tests.arg_specs import ArgSpec, spec_id
 from tests.inputs import make_inputs
 from tests.judge import assert_close, judge, to_numpy
@@ -87,7 +87,7 @@ def test_nothing_is_compiled_twice(spec):
     jitted = jax.jit(lambda arrays, scale: mla_jax.decode(**arrays, **options, softmax_scale=scale))
     jitted(arrays, 0.1)
     mla_jax.decode(**arrays, **options)
-    eager = api._decode._cache_size()
+    eager = traced._decode._cache_size()
     lengths = "topk_length" if spec.sparse else "cache_seqlens"
     table = "indices" if spec.sparse else "block_table"
     for i in range(3):
@@ -96,7 +96,7 @@ def test_nothing_is_compiled_twice(spec):
         assert_same_bits(mla_jax.decode(**changed, **options, softmax_scale=0.2 + i), found)
         assert jnp.isinf(found[1][i:]).all() or spec.extra
     assert jitted._cache_size() == 1
-    assert api._decode._cache_size() == eager
+    assert traced._decode._cache_size() == eager
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=spec_id)

@@ -32,7 +32,7 @@ def test_spec(spec, monkeypatch):
     monkeypatch.setattr(launcher, "allocate", gpu_tools.poisoned)
     result = mla_torch.decode(**call)
     again = mla_torch.decode(**call)
-    expected = judge(call)
+    expected = judge(call, spec)
     assert_right(result, expected, spec)
     assert_same_bits(again, result)
     if not HAS_JAX:

@@ -66,7 +66,7 @@ def test_a_cache_beyond_4_gib(spec):
     """Pages moved to the far ends of a large cache give the bits that they gave in a small one."""
     call = torch_call(spec)
     expected = mla_torch.decode(**call)
-    assert_right(expected, judge(call), spec)
+    assert_right(expected, judge(call, spec), spec)
     prefixes = [""] + ["extra_"] * ("extra_kv_cache" in call)
     with much_memory(LARGE * len(prefixes)):
         for prefix in prefixes:
@@ -130,7 +130,7 @@ def test_more_rows_than_a_grid_dimension_holds(spec, monkeypatch):
         few = mla_torch.decode(**call | {"num_splits": 1})
         for found, expected in ((out, few[0]), (lse, few[1])):
             assert (found.unflatten(0, (copies, spec.batch)) == expected).all()
-        assert_right(few, judge(call), spec)
+        assert_right(few, judge(call, spec), spec)
         out, lse = mla_torch.decode(**many)
         for found, expected in ((out, few[0]), (lse, few[1])):
             assert (found.unflatten(0, (copies, spec.batch)) == expected).all()
@@ -142,7 +142,7 @@ def test_scratch_beyond_2_31_elements():
     assert spec.batch * spec.h_q * spec.num_splits * 512 > 2**31
     call = torch_call(spec)
     with much_memory(4 * spec.batch * spec.h_q * spec.num_splits * 513):
-        assert_right(mla_torch.decode(**call), judge(call), spec)
+        assert_right(mla_torch.decode(**call), judge(call, spec), spec)
 
 
 def test_a_second_device():

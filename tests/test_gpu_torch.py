@@ -190,7 +190,7 @@ def test_a_graph_stays_right_and_balanced(monkeypatch):
         tokens = [min(max(n, 0), full_table.shape[1] * 64) for n in lengths]
         units = [max(-(-n // block), 1) for n in tokens]
         work = units_of_programs(schedule.cpu(), max(programs, len(units)), units)
-        assert_right(result, judge(call), spec)
+        assert_right(result, judge(call, spec), spec)
         assert_same_bits(mla_torch.decode(**call), result)
         most = max(work)
         even = -(-(sum(units) + fixed * len(units)) // programs)
@@ -214,7 +214,7 @@ def test_a_sparse_graph_stays_right(spec):
         result[0].fill_(float("nan"))
         replay()
         torch.cuda.synchronize()
-        assert_right(result, judge(call), spec)
+        assert_right(result, judge(call, spec), spec)
         assert_same_bits(mla_torch.decode(**call), result)
 
 

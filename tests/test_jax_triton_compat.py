@@ -147,6 +147,7 @@ def test_runtime_int():
     assert one + 1 == 2
 
 
+@pytest.mark.compile
 @needs_jax_triton
 def test_lowered_call():
     (call,) = kernel_calls(lower_toy())
@@ -157,6 +158,7 @@ def test_lowered_call():
     assert call.aliases == {2: 1}
 
 
+@pytest.mark.compile
 @needs_jax_triton
 def test_call_without_aliases():
     plan = toy_plan()
@@ -186,6 +188,7 @@ def test_call_without_aliases():
     assert call.ptx == aliased.ptx
 
 
+@pytest.mark.compile
 @needs_jax_triton
 def test_same_binary_as_tritons_launcher():
     """Triton compiles a kernel to the same PTX when it launches it itself, its scalars not specialised."""
@@ -202,6 +205,7 @@ def test_same_binary_as_tritons_launcher():
     assert call.ptx == compiled.asm["ptx"]
 
 
+@pytest.mark.compile
 @needs_jax_triton
 @pytest.mark.parametrize(("codes", "mlir"), [("float8_e4m3fn", "f8E4M3FN"), ("int8", "i8")])
 def test_bytes_of_any_dtype_are_passed_without_a_copy(codes, mlir):
@@ -215,6 +219,7 @@ def test_bytes_of_any_dtype_are_passed_without_a_copy(codes, mlir):
     assert "convert" not in lowered.as_text()
 
 
+@pytest.mark.compile
 @needs_jax_triton
 @pytest.mark.skipif(JAX < (0, 12), reason="dead-code rules changed in jax 0.12")
 def test_dead_code_elimination_on_jax_0_12():
@@ -265,6 +270,7 @@ def test_compiler_is_adapted_once():
     assert triton_lib.TritonFunction._compile_kernel is before
 
 
+@pytest.mark.compile
 @needs_gluon
 def test_gluon_kernel_is_compiled_as_triton_compiles_it():
     """Passes and launch size of a warp-specialised Gluon kernel: those of Triton, not those of a plain kernel."""
@@ -293,6 +299,7 @@ def test_gluon_kernel_is_compiled_as_triton_compiles_it():
     assert f".reqntid {32 * call.num_warps}" in call.ptx
 
 
+@pytest.mark.compile
 @needs_gluon
 def test_tensor_descriptor():
     """Triton before 3.8 leaves `is_im2col` out of a descriptor's metadata, which jax-triton 0.4 insists on."""

@@ -1,0 +1,254 @@
+"""Compiles the launches of plans as Triton's own launcher would, without a GPU, and reads what the compiler says of them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import mla_kernels.plan
+from mla_kernels.device import KNOWN_DEVICES, DeviceFacts
+from mla_kernels.formats import get_format
+from mla_kernels.launch import Launch, Plan
+from mla_kernels.problem import Problem, TensorSpec, make_problem
+from tests.pairwise import Row, cover
+
+PAGES = 1000
+TOPK = 2048
+POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int32": "*i32", "uint8": "*u8"}
+
+
+@dataclass(frozen=True)
+class Config:
+    """A call, in the words of what it does to the kernels.
+
+    Attributes:
+      rows: of an item: query heads per key-value head, times queries in a dense call.
+      fixed: the number of splits is known to the host.
+      one_page: a block of keys lies in one page (dense calls).
+    """
+
+    format: str
+    rows: int
+    sparse: bool = False
+    fixed: bool = False
+    one_page: bool = True
+    causal: bool = False
+    extra: bool = False
+    sink: bool = False
+    batch: int = 4
+    h_kv: int = 1
+    widths: tuple[int, int] | None = None
+
+    @property
+    def id(self) -> str:
+        words = [self.format, f"r{self.rows}", "sparse" if self.sparse else "dense", "fixed" if self.fixed else "made"]
+        words += ["pages"] * (not self.sparse and not self.one_page)
+        words += [name for name in ("causal", "extra", "sink") if getattr(self, name)]
+        words += ["d{}_{}".format(*self.widths)] if self.widths is not None else []
+        words += [f"hkv{self.h_kv}"] * (self.h_kv > 1)
+        return "-".join(words)
+
+    def call(self) -> tuple[dict[str, tuple[tuple[int, ...], str]], dict[str, Any]]:
+        """Shapes and dtypes of the arrays of `decode`, and its options."""
+        fmt = get_format(self.format)
+        d_qk, d_v = self.widths or (512 if self.format == "model1_fp8" else 576, 512)
+        s_q = 2 if self.causal else 1
+        heads = self.rows * self.h_kv // s_q
+        page_size = 64 if self.one_page else 16
+        dtype = "float16" if self.format == "fp16" else "bfloat16"
+
+        def paged(size: int) -> tuple[tuple[int, ...], str]:
+            if fmt.scale_in_page:
+                return (PAGES, fmt.page_bytes(size)), "uint8"
+            return (PAGES, size, self.h_kv, fmt.token_bytes or d_qk), fmt.dtype
+
+        arrays = {"q": ((self.batch, s_q, heads, d_qk), dtype), "kv_cache": paged(page_size)}
+        options: dict[str, Any] = {"head_dim_v": d_v, "causal": self.causal}
+        lengths = ((self.batch,), "int32")
+        if not self.sparse:
+            arrays |= {"block_table": ((self.batch, 512), "int32"), "cache_seqlens": lengths}
+            options["num_splits"] = 4 if self.fixed else None
+        else:
+            arrays["indices"] = ((self.batch, s_q, TOPK), "int32")
+            if not self.fixed:
+                arrays["topk_length"] = lengths
+        if self.extra:
+            arrays |= {"extra_kv_cache": paged(64), "extra_indices": ((self.batch, s_q, 512), "int32")}
+            if not self.fixed:
+                arrays["extra_topk_length"] = lengths
+        if self.sink:
+            arrays["attn_sink"] = ((heads,), "float32")
+        if fmt.scale_in_page:
+            options["page_size"] = (page_size, 64 if self.extra else None)
+        return arrays, options
+
+    def problem(self) -> Problem:
+        arrays, options = self.call()
+        return make_problem(**{name: TensorSpec(*array) for name, array in arrays.items()}, **options)
+
+    def plan(self, facts: DeviceFacts) -> Plan:
+        return mla_kernels.plan.plan_decode(self.problem(), facts)
+
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "rows": (64, 16, 32),
+    "format": ("bf16", "v32_fp8", "model1_fp8", "fp16"),
+    "sparse": (False, True),
+    "fixed": (False, True),
+    "one_page": (True, False),
+    "causal": (False, True),
+    "extra": (False, True),
+    "sink": (False, True),
+}
+
+
+def _allowed(row: Row) -> bool:
+    dense = row.get("sparse") is False or row.get("causal") or row.get("one_page") is False
+    return not (dense and (row.get("sparse") or row.get("extra")))
+
+
+@cache
+def covering_configs() -> tuple[Config, ...]:
+    """Every pair of the factors in some call, and head counts and widths of their own."""
+    rows, _ = cover(FACTORS, _allowed, lambda row: row.get("rows", 0))
+    return (
+        *(Config(**row) for row in rows),
+        Config("bf16", 128, one_page=False, widths=(288, 256)),
+        Config("bf16", 32, h_kv=4, causal=True, widths=(192, 128)),
+        Config("v32_fp8", 20, sparse=True, sink=True),
+    )
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """A launch to compile: what is compiled for is part of it, what merely runs it (grid, scalars) is not."""
+
+    id: str
+    facts: DeviceFacts
+    plan: Plan
+    launch: Launch
+
+
+def _array_dtype(plan: Plan, name: str) -> str:
+    problem = plan.problem
+    if name in plan.buffers:
+        return plan.buffers[name].dtype
+    caches = {"kv_cache": problem.cache, "extra_kv_cache": problem.extra}
+    if name in caches:
+        return caches[name].format.dtype
+    return {"q": problem.dtype, "softmax_scale": "float32", "attn_sink": "float32"}.get(name, "int32")
+
+
+def _signature(plan: Plan, launch: Launch) -> tuple[dict[str, str], dict[tuple[int], list]]:
+    """Types of the kernel's parameters, and what is known of them: that arrays start at a multiple of 16 bytes."""
+    names = launch.kernel.arg_names
+    types = [
+        *(POINTERS[_array_dtype(plan, name)] for name in launch.inputs),
+        *("i32" for _ in launch.scalars),
+        *(POINTERS[_array_dtype(plan, name)] for name in launch.outputs),
+    ]
+    attributes = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types) if kind.startswith("*")}
+    types += ["constexpr"] * (len(names) - len(types))
+    return dict(zip(names, types, strict=True)), attributes
+
+
+def compilations(configs: tuple[Config, ...], device: str) -> list[Compilation]:
+    """The distinct launches that the plans of these calls consist of."""
+    facts = KNOWN_DEVICES[device]
+    found: dict[Any, Compilation] = {}
+    for config in configs:
+        plan = config.plan(facts)
+        for launch in plan.launches:
+            dtypes = tuple(_array_dtype(plan, name) for name in (*launch.inputs, *launch.outputs))
+            key = (launch.name, tuple(launch.constexprs.items()), dtypes, launch.num_warps, launch.num_stages)
+            found.setdefault(key, Compilation(f"sm_{facts.compute_capability}-{config.id}-{launch.name}", facts, plan, launch))
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What became of a launch.
+
+    Attributes:
+      threads: of a block, as the PTX demands them.
+      shared_memory: bytes of a block.
+      spill_stores, spill_loads: bytes.
+    """
+
+    ptx: str
+    cubin: bytes
+    num_warps: int
+    threads: int
+    shared_memory: int
+    registers: int
+    spill_stores: int
+    spill_loads: int
+
+
+def compile_launch(plan: Plan, launch: Launch) -> Compiled:
+    """Compiles through ptxas, with the tool and the flags that Triton chooses for the device."""
+    signature, attributes = _signature(plan, launch)
+    source = ASTSource(launch.kernel, signature, dict(launch.constexprs), attributes)
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": True}
+    log = io.StringIO()
+    # A result from the cache would come without the log.
+    with knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(log):
+        knobs.compilation.always_compile = True
+        knobs.nvidia.dump_ptxas_log = True
+        compiled = triton.compile(source, target=GPUTarget("cuda", plan.facts.compute_capability, 32), options=options)
+    ptx = compiled.asm["ptx"]
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log.getvalue())
+    registers = re.findall(r"Used (\d+) registers", log.getvalue())
+    (threads,) = re.findall(r"\.reqntid\s+(\d+)", ptx)
+    if len(spills) != 1 or len(registers) != 1:
+        raise RuntimeError(f"expected ptxas to report on one kernel, got: {log.getvalue()}")
+    return Compiled(
+        ptx=ptx,
+        cubin=compiled.asm["cubin"],
+        num_warps=compiled.metadata.num_warps,
+        threads=int(threads),
+        shared_memory=compiled.metadata.shared,
+        registers=int(registers[0]),
+        spill_stores=int(spills[0][0]),
+        spill_loads=int(spills[0][1]),
+    )
+
+
+@cache
+def cuobjdump() -> Path | None:
+    """The disassembler in Triton's wheel, if it has one."""
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    return path if os.access(path, os.X_OK) else None
+
+
+def instructions(cubin: bytes) -> list[tuple[int, str]]:
+    """Addresses and texts of the machine instructions."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        done = subprocess.run([cuobjdump(), "-sass", path], capture_output=True, text=True, check=True, timeout=60)
+    return [(int(at, 16), text.strip()) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^/;]*);", done.stdout)]
+
+
+def loops(code: list[tuple[int, str]]) -> list[list[str]]:
+    """The bodies of all loops, from where a branch goes back to up to it, the shortest first."""
+    bodies = []
+    for at, text in code:
+        jump = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
+        if jump and int(jump.group(1), 16) < at:
+            target = int(jump.group(1), 16)
+            bodies.append([inner for place, inner in code if target <= place <= at])
+    return sorted(bodies, key=len)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,8 +36,7 @@ def kernel_with_everything(x_ptr, bytes_ptr, before_ptr, one, n, y_ptr, after_pt
     tl.store(after_ptr + i, tl.load(before_ptr + i, mask=ok, other=0.0) + x, mask=ok)
 
 
-# `jit` decides here whether the kernel is interpreted; compiling needs the real thing in both cases.
-toy_kernel = triton.JITFunction(kernel_with_everything, do_not_specialize=["one", "n"])
+toy_kernel = triton.jit(kernel_with_everything, do_not_specialize=["one", "n"])
 
 
 def toy_plan(kernel=toy_kernel, n=100, facts: DeviceFacts = KNOWN_DEVICES["NVIDIA H200"]) -> Plan:
@@ -156,6 +156,25 @@ def test_lowered_call():
     # The in-place buffer comes twice, and the scalar that is 1 is still an argument.
     assert call.params == ("pointer", "pointer", "pointer", 1, 100, "pointer", "pointer")
     assert call.aliases == {2: 1}
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("codes", ["uint8", "int8", "float8_e4m3fn"])
+def test_interpreted_call(codes):
+    """The same launch interpreted on numpy arrays: in place, in two pointers, and with bytes of any dtype."""
+    import numpy as np
+
+    from mla_jax import interpret
+
+    x, before = np.arange(100, dtype=np.float32), np.full(100, 7, np.float32)
+    code = np.arange(100, 200).astype(np.uint8)
+    # `lse` is a buffer of the plan, so what it held before comes from a launch of its own.
+    (launch,) = toy_plan().launches
+    first = replace(launch, inputs=("x", "codes", "before"))
+    plan = replace(toy_plan(), launches=(first, launch))
+    out, lse = interpret.execute(plan, {"x": x, "codes": code.view(codes), "before": before})
+    np.testing.assert_array_equal(out, x * x + code)
+    np.testing.assert_array_equal(lse, before + 2 * x)
 
 
 @pytest.mark.compile

@@ -1,4 +1,4 @@
-"""Running interpreted kernels: through the front ends that are installed, or alone, in poisoned memory with guards around it."""
+"""Running interpreted kernels: through the front ends that are installed, or alone, in poisoned and guarded memory."""
 
 from __future__ import annotations
 

@@ -1,0 +1,279 @@
+"""The schedule kernel, interpreted as the plan launches it, against its definition in plain Python."""
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from mla_kernels.device import DeviceFacts
+from mla_kernels.plan import plan_decode
+from mla_kernels.problem import TensorSpec, make_problem
+from mla_kernels.schedule import WORK_FIELDS, num_slots, schedule_kernel, schedule_size
+from tests.kernel_runs import Memory, launch
+
+pytestmark = pytest.mark.interpret
+
+FIELDS = WORK_FIELDS.value
+GUARD = 0x7F7F7F7F
+PAGES, PAGE_SIZE = 4096, 64
+
+
+@dataclass
+class Piece:
+    """Units `lo` to `hi` of an item; slot -1 where they are the whole item."""
+
+    item: int
+    lo: int
+    hi: int
+    slot: int
+    program: int
+
+
+@dataclass
+class Schedule:
+    """What the kernel wrote, and what it was made from."""
+
+    pieces: list[Piece]
+    splits: list[tuple[int, int, int]]
+    units: np.ndarray  # of each item
+    programs: int
+    slots: int  # in the scratch of the plan
+    fixed_cost: int
+    split_cost: int
+
+    @property
+    def whole(self) -> bool:
+        """One program per item."""
+        return all(piece.lo == 0 and piece.slot < 0 and piece.program == piece.item for piece in self.pieces)
+
+    @property
+    def quota(self) -> int:
+        return -(-int(self.units.sum() + self.fixed_cost * len(self.units)) // self.programs)
+
+    def makespan(self) -> int:
+        """Blocks of time until all is done: programs start in order, on `programs` workers."""
+        loads: dict[int, int] = {}
+        for piece in self.pieces:
+            loads[piece.program] = loads.get(piece.program, 0) + piece.hi - piece.lo + self.fixed_cost
+        workers = [0] * self.programs
+        for program in sorted(loads):
+            heapq.heapreplace(workers, workers[0] + loads[program])
+        return max(workers)
+
+
+def plan_of(items, programs, *, s_q=0, topk=0, extra_topk=0, has_length=True, pages=PAGES):
+    """A plan of 16 heads for a device of `programs` multiprocessors: dense, or sparse with `s_q` queries a request."""
+    cache = TensorSpec((PAGES, PAGE_SIZE, 1, 576), "bfloat16")
+    facts = DeviceFacts("a device", (9, 0), programs, 232_448)
+    if not s_q:
+        q = TensorSpec((items, 1, 16, 576), "bfloat16")
+        problem = make_problem(q, cache, TensorSpec((items, pages), "int32"), TensorSpec((items,), "int32"))
+    else:
+        batch = items // s_q
+        more = {}
+        if extra_topk:
+            more = {
+                "extra_kv_cache": cache,
+                "extra_indices": TensorSpec((batch, s_q, extra_topk), "int32"),
+                "extra_topk_length": TensorSpec((batch,), "int32"),
+            }
+        problem = make_problem(
+            TensorSpec((batch, s_q, 16, 576), "bfloat16"),
+            cache,
+            indices=TensorSpec((batch, s_q, topk), "int32"),
+            topk_length=TensorSpec((batch,), "int32") if has_length else None,
+            **more,
+        )
+    return plan_decode(problem, facts)
+
+
+def run(plan, lengths, extra_lengths=None) -> Schedule:
+    """Runs the schedule kernel of a plan, checks its memory, and reads it as the attention kernel does."""
+    step = plan.launches[0]
+    assert step.kernel is schedule_kernel
+    problem, details = plan.problem, plan.details
+    memory = Memory()
+    raw = memory.array(plan.buffers["schedule"].shape, "int32")
+    lengths = np.asarray(lengths, np.int32)
+    extra = lengths if extra_lengths is None else np.asarray(extra_lengths, np.int32)
+    arrays = {"schedule": raw, "lengths": lengths, "table": lengths, "extra_lengths": extra}
+    launch(step, arrays)
+    memory.assert_guards_hold()
+
+    unit = details["block_n"]
+    counts = [np.clip(lengths.astype(np.int64), 0, problem.max_tokens)]
+    if not problem.has_length:
+        counts = [np.full_like(counts[0], problem.max_tokens)]
+    if problem.extra is not None:
+        counts.append(np.clip(extra.astype(np.int64), 0, problem.extra_width))
+    units = np.maximum(sum(-(-count // unit) for count in counts), 1)
+    if problem.sparse:
+        units = np.repeat(units, problem.s_q)
+    items, programs = len(units), details["programs"]
+    assert raw.size == schedule_size(programs, items)
+    workers = max(programs, items)
+    pieces = []
+    for program, (first, last, first_unit, end_unit, first_slot, last_slot) in enumerate(
+        raw[: FIELDS * workers].reshape(workers, FIELDS).tolist()
+    ):
+        for item in range(first, last + 1):
+            assert 0 <= item < items
+            lo = first_unit if item == first else 0
+            hi = min(end_unit, int(units[item])) if item == last else int(units[item])
+            slot = first_slot if item == first else last_slot if item == last else -1
+            pieces.append(Piece(item, lo, hi, slot, program))
+    count = int(raw[FIELDS * workers])
+    entries = raw[FIELDS * workers + 1 :][: 3 * count].reshape(count, 3)
+    assert (raw[FIELDS * workers + 1 + 3 * count :] == GUARD).all()  # nothing behind the list
+    rows = problem.h_kv * plan.launches[-1].constexprs["ROWS"]
+    parts = plan.buffers["partial_out"].shape[0]
+    slots = parts // rows if programs > 1 else 0
+    return Schedule(
+        pieces, [tuple(e) for e in entries.tolist()], units, programs, slots, details["fixed_cost"], details["split_cost"]
+    )
+
+
+def assert_valid(schedule: Schedule) -> None:
+    """Every unit once; pieces in order; slots of their own; the list of split items complete; balanced."""
+    by_item: dict[int, list[Piece]] = {}
+    for piece in schedule.pieces:
+        by_item.setdefault(piece.item, []).append(piece)
+    assert len(by_item) == len(schedule.units)
+    split = []
+    used = []
+    for item in range(len(schedule.units)):
+        pieces = by_item[item]
+        assert [piece.lo for piece in pieces] == [0, *(piece.hi for piece in pieces[:-1])]
+        assert pieces[-1].hi == schedule.units[item]
+        assert all(piece.lo < piece.hi for piece in pieces)
+        if len(pieces) == 1:
+            assert pieces[0].slot == -1
+            continue
+        first = pieces[0].slot
+        assert [piece.slot for piece in pieces] == list(range(first, first + len(pieces)))
+        assert [piece.program for piece in pieces] == list(range(pieces[0].program, pieces[0].program + len(pieces)))
+        split.append((item, first, len(pieces)))
+        used += range(first, first + len(pieces))
+    assert schedule.splits == split
+    assert len(set(used)) == len(used)
+    assert all(0 <= slot < schedule.slots for slot in used)
+    if schedule.programs > 1:
+        assert schedule.slots == num_slots(schedule.programs, len(schedule.units))
+    assert schedule.slots <= schedule.programs + len(schedule.units)
+    if not schedule.whole:
+        # A program pays the fixed cost of the piece it begins with, which its stretch does not count.
+        assert schedule.makespan() <= schedule.quota + schedule.fixed_cost
+    else:
+        # Whole items save the cost of splitting; for that they may take longer by some blocks, whatever the sizes.
+        assert schedule.makespan() <= schedule.quota + 3 * (schedule.fixed_cost + schedule.split_cost)
+
+
+def draw_lengths(rng: np.random.Generator, batch: int, most: int) -> np.ndarray:
+    """Lengths of many kinds: alike, spread, mostly short, some empty, some beyond the table."""
+    kind = rng.integers(0, 7)
+    if kind == 0:
+        lengths = np.full(batch, rng.integers(0, most + 1))
+    elif kind == 1:
+        lengths = rng.integers(0, most + 1, batch)
+    elif kind == 2:
+        lengths = np.exp(rng.uniform(0, np.log(most + 1), batch)).astype(np.int64)
+    elif kind == 3:
+        lengths = np.where(rng.random(batch) < 0.5, 0, rng.integers(0, most + 1, batch))
+    elif kind == 4:
+        lengths = rng.integers(0, 65, batch)
+        lengths[rng.integers(batch)] = most
+    elif kind == 5:
+        lengths = most - rng.integers(0, most // 10 + 1, batch)
+    else:
+        lengths = rng.choice([-(2**31), -1, 0, 1, 63, 64, 65, most, 2**31 - 1], batch)
+    return lengths.astype(np.int32)
+
+
+@pytest.mark.parametrize("programs", [1, 2, 3, 7, 16, 17])
+@pytest.mark.parametrize("seed", range(4))
+def test_few_programs(programs, seed):
+    rng = np.random.default_rng([programs, seed])
+    for _ in range(50):
+        batch = int(rng.integers(1, 20))
+        assert_valid(run(plan_of(batch, programs, pages=64), draw_lengths(rng, batch, 4096)))
+
+
+@pytest.mark.parametrize("programs", [66, 108, 132, 264])
+@pytest.mark.parametrize("seed", range(3))
+def test_programs_of_a_card(programs, seed):
+    rng = np.random.default_rng([programs, seed])
+    for _ in range(25):
+        batch = int(rng.integers(1, 300)) if rng.integers(2) else int(rng.integers(1, 20))
+        assert_valid(run(plan_of(batch, programs), draw_lengths(rng, batch, PAGES * PAGE_SIZE)))
+
+
+@pytest.mark.parametrize("programs", [1, 6, 66, 132])
+def test_queries_with_indices_and_an_extra_scope(programs):
+    rng = np.random.default_rng(programs)
+    for _ in range(40):
+        batch, s_q, topk = int(rng.integers(1, 40)), int(rng.integers(1, 4)), int(rng.integers(1, 2049))
+        extra = int(rng.integers(1, 1025)) if rng.integers(2) else 0
+        has_length = bool(rng.integers(2)) or not extra
+        plan = plan_of(batch * s_q, programs, s_q=s_q, topk=topk, extra_topk=extra, has_length=has_length)
+        assert_valid(run(plan, draw_lengths(rng, batch, topk), draw_lengths(rng, batch, extra) if extra else None))
+
+
+@pytest.mark.parametrize("programs", [6, 132])
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+@pytest.mark.parametrize("length", [0, 1, 4096, 100_000])
+def test_a_full_card_of_equal_lengths_stays_whole(programs, rounds, length):
+    schedule = run(plan_of(programs * rounds, programs), np.full(programs * rounds, length))
+    assert schedule.whole
+    assert schedule.splits == []
+    assert_valid(schedule)
+
+
+@pytest.mark.parametrize("programs", [6, 66, 132])
+def test_load_follows_the_lengths(programs):
+    """One plan serves a batch as it goes from all short to one long request, and stays balanced."""
+    batch = 24
+    plan = plan_of(batch, programs)
+    for longest in [0, 1, 64, 1000, 10_000, 100_000, PAGES * PAGE_SIZE]:
+        for where in (0, 11, batch - 1):
+            lengths = np.full(batch, 60)
+            lengths[where] = longest
+            schedule = run(plan, lengths)
+            assert_valid(schedule)
+            if longest >= 10_000:
+                pieces = [n for item, _, n in schedule.splits if item == where]
+                assert pieces[0] >= programs // 2
+
+
+@pytest.mark.parametrize("lengths", [[0], [1], [262_144], [0, 0], [262_144, 0], [0, 262_144]])
+@pytest.mark.parametrize("programs", [1, 2, 132])
+def test_batches_of_one_and_two(lengths, programs):
+    assert_valid(run(plan_of(len(lengths), programs), lengths))
+
+
+@pytest.mark.parametrize(("kind", "programs"), [("equal", 132), ("ragged", 16), ("one long", 16)])
+def test_seventy_thousand_requests(kind, programs):
+    batch = 70_000
+    lengths = np.full(batch, 130)
+    if kind == "ragged":
+        lengths = np.random.default_rng(0).integers(0, 4000, batch)
+    elif kind == "one long":
+        lengths[-1] = PAGES * PAGE_SIZE
+    schedule = run(plan_of(batch, programs), lengths)
+    assert_valid(schedule)
+    assert schedule.whole == (kind == "equal")
+
+
+def test_totals_beyond_32_bits():
+    """The units of all requests together need 64 bits."""
+    batch, pages = 3000, 2**31 // PAGE_SIZE - 1
+    schedule = run(plan_of(batch, 132, pages=pages), np.full(batch, 2**31 - 1))
+    assert int(schedule.units.sum()) * PAGE_SIZE > 2**42
+    assert_valid(schedule)
+
+
+@pytest.mark.parametrize("programs", [1, 2, 3, 64, 132, 1000])
+@pytest.mark.parametrize("items", [1, 2, 100, 131, 132, 133, 10_000])
+def test_scratch_is_bounded_by_programs_and_batch(programs, items):
+    assert num_slots(programs, items) <= programs + items
+    assert num_slots(programs, items) <= 2 * programs

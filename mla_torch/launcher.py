@@ -131,23 +131,42 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 class _Step:
-    """One launch, with all that does not change between calls worked out."""
+    """One launch, with all that does not change between calls worked out.
 
-    __slots__ = ("grid", "inputs", "kernel", "options", "outputs", "scalars")
+    Triton's own way to launch looks at every argument anew, which takes longer than the kernel of a small call.  All that a
+    binary depends on beside the plan is which pointers are multiples of 16 bytes, so binaries are kept by that.
+    """
+
+    __slots__ = ("_binaries", "_constants", "_grid", "_inputs", "_kernel", "_options", "_outputs", "_scalars")
 
     def __init__(self, launch: Launch):
-        self.kernel = launch.kernel
-        self.grid = launch.grid
-        self.inputs = launch.inputs
-        self.scalars = launch.scalars
-        self.outputs = launch.outputs
-        self.options = {
-            **launch.constexprs,
+        self._kernel = launch.kernel
+        self._grid = launch.grid
+        self._inputs = launch.inputs
+        self._scalars = launch.scalars
+        self._outputs = launch.outputs
+        self._constants = launch.constexprs
+        self._options = {
             "num_warps": launch.num_warps,
             "num_stages": launch.num_stages,
             # Stated because jax-triton and Triton could differ in their defaults, and the binaries must not.
             "enable_fp_fusion": True,
         }
+        self._binaries: dict[tuple[bool, ...], tuple[Any, tuple]] = {}
+
+    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        inputs = [tensors[name] for name in self._inputs]
+        outputs = [tensors[name] for name in self._outputs]
+        arguments = (*inputs, *self._scalars, *outputs)
+        aligned = tuple([x.data_ptr() % 16 == 0 for x in inputs + outputs])
+        if aligned in self._binaries:
+            binary, constants = self._binaries[aligned]
+            binary[self._grid](*arguments, *constants)
+            return
+        binary = self._kernel[self._grid](*arguments, **self._constants, **self._options)
+        if binary is not None:  # as the interpreter's is
+            names = self._kernel.arg_names[len(arguments) :]
+            self._binaries[aligned] = binary, tuple([self._constants[name] for name in names])
 
 
 class Program:
@@ -187,12 +206,7 @@ class Program:
             tensors["out"] = out
         with self._lock:
             for step in self._steps:
-                step.kernel[step.grid](
-                    *[tensors[name] for name in step.inputs],
-                    *step.scalars,
-                    *[tensors[name] for name in step.outputs],
-                    **step.options,
-                )
+                step(tensors)
         result = tensors["out"]
         if self._rounded_to is not None:
             result = result.to(self._rounded_to) if out is None else out.copy_(result)

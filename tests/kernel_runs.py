@@ -33,6 +33,13 @@ if HAS_JAX:
 
 Results = tuple[np.ndarray, np.ndarray]
 
+# For the `pytestmark` of tests that interpret kernels: numpy warns where a huge sink or score rightly overflows to inf.
+INTERPRET = [
+    pytest.mark.interpret,
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+]
+
 
 class Memory:
     """Hands out buffers full of poison: NaN, or an int32 that leads far outside of everything.

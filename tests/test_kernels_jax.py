@@ -7,9 +7,9 @@ jax = pytest.importorskip("jax")
 import mla_jax
 from tests.arg_specs import ArgSpec, small_specs, spec_id
 from tests.inputs import make_inputs
-from tests.kernel_runs import HAS_TORCH, assert_judged, assert_same_bits, decode_jax
+from tests.kernel_runs import HAS_TORCH, INTERPRET, assert_judged, assert_same_bits, decode_jax
 
-pytestmark = pytest.mark.interpret
+pytestmark = INTERPRET
 
 # Where PyTorch is installed, too, test_parity.py judges all specs.
 SPECS = small_specs()[::12] if HAS_TORCH else small_specs()

@@ -6,9 +6,9 @@ pytest.importorskip("torch")
 
 from tests.arg_specs import small_specs, spec_id
 from tests.inputs import make_inputs
-from tests.kernel_runs import HAS_JAX, assert_judged, assert_same_bits, decode_torch
+from tests.kernel_runs import HAS_JAX, INTERPRET, assert_judged, assert_same_bits, decode_torch
 
-pytestmark = pytest.mark.interpret
+pytestmark = INTERPRET
 
 # Where JAX is installed, too, test_parity.py judges all specs.
 SPECS = small_specs()[::12] if HAS_JAX else small_specs()

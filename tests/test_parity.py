@@ -7,9 +7,9 @@ pytest.importorskip("jax")
 
 from tests.arg_specs import small_specs, spec_id
 from tests.inputs import make_inputs
-from tests.kernel_runs import check
+from tests.kernel_runs import INTERPRET, check
 
-pytestmark = pytest.mark.interpret
+pytestmark = INTERPRET
 
 
 @pytest.mark.parametrize("spec", small_specs(), ids=spec_id)

@@ -10,9 +10,9 @@ from mla_kernels.device import DeviceFacts
 from mla_kernels.plan import plan_decode
 from mla_kernels.problem import TensorSpec, make_problem
 from mla_kernels.schedule import WORK_FIELDS, num_slots, schedule_kernel, schedule_size
-from tests.kernel_runs import Memory, launch
+from tests.kernel_runs import INTERPRET, Memory, launch
 
-pytestmark = pytest.mark.interpret
+pytestmark = INTERPRET
 
 FIELDS = WORK_FIELDS.value
 GUARD = 0x7F7F7F7F

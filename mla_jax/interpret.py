@@ -7,8 +7,8 @@ numpy, so that kernels run interpreted where PyTorch is not installed.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -16,14 +16,18 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir, xla
 
-from mla_kernels.launch import Plan
+from mla_kernels.launch import INTERPRETER_LOCK, Plan
 from mla_kernels.problem import BYTE_DTYPES
+
+from .device import interpreting
 
 # Every buffer comes from this function: a test that replaces it poisons all of them.
 allocate = np.empty
 
-# The interpreter keeps its state in module globals.
-_LOCK = threading.Lock()
+# XLA calls back with denormals flushed to zero, a mode that new threads inherit: this one is started before it is set.
+_WORKER = ThreadPoolExecutor(1, thread_name_prefix="mla-interpreter") if interpreting() else None
+if _WORKER is not None:
+    _WORKER.submit(int).result()
 
 
 class HostStorage:
@@ -97,7 +101,7 @@ def execute(plan: Plan, arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, n
             live[name] = array.view(np.uint8)
     for name, buffer in plan.buffers.items():
         live[name] = allocate(buffer.shape, buffer.dtype)
-    with _LOCK:
+    with INTERPRETER_LOCK:
         for launch in plan.launches:
             inputs = [HostArray(live[name]) for name in launch.inputs]
             outputs = [HostArray(live[name]) for name in launch.outputs]
@@ -140,9 +144,12 @@ def run(plan: Plan, arrays: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Arr
     problem = plan.problem
     names = tuple(arrays)
 
-    def callback(*values: Any) -> tuple[np.ndarray, np.ndarray]:
+    def interpret(*values: Any) -> tuple[np.ndarray, np.ndarray]:
         out, lse = execute(plan, dict(zip(names, map(np.asarray, values), strict=True)))
         return out.astype(problem.dtype), lse
+
+    def callback(*values: Any) -> tuple[np.ndarray, np.ndarray]:
+        return interpret(*values) if _WORKER is None else _WORKER.submit(interpret, *values).result()
 
     results = (
         jax.core.ShapedArray(problem.out_shape, np.dtype(problem.dtype)),

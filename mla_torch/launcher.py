@@ -15,7 +15,7 @@ import triton
 
 from mla_kernels.attend import attend_kernel
 from mla_kernels.device import INTERPRETER, DeviceFacts
-from mla_kernels.launch import Launch, Plan
+from mla_kernels.launch import INTERPRETER_LOCK, Launch, Plan
 
 # Triton decides when a kernel is defined, so the kernel itself is what knows.
 INTERPRETED = not isinstance(attend_kernel, triton.JITFunction)
@@ -26,8 +26,6 @@ allocate = torch.empty
 FLOAT32_MAX = torch.finfo(torch.float32).max
 SCALES_KEPT = 256
 SCALES_PINNED = 256
-
-_interpreter_lock = threading.Lock()  # Triton's interpreter keeps its state in module globals
 
 
 @functools.cache
@@ -184,7 +182,7 @@ class Program:
         # The interpreter cannot round to 16 bits as a GPU does, so its plan computes `out` in fp32 and PyTorch rounds it.
         self._rounded_to = None if out.dtype == problem.dtype else getattr(torch, problem.dtype)
         self._steps = [_Step(launch) for launch in plan.launches if launch.grid[0] > 0]
-        self._lock = _interpreter_lock if plan.facts.interpreted else nullcontext()
+        self._lock = INTERPRETER_LOCK if plan.facts.interpreted else nullcontext()
 
     def run(self, arrays: Mapping[str, torch.Tensor], out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Launches everything on the current stream of the current device; waits for nothing.

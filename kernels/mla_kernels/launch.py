@@ -7,11 +7,15 @@ launch the kernel's parameters are, in this order: `inputs` (arrays by name), `s
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
 from .device import DeviceFacts
 from .problem import Problem
+
+# Held while interpreted kernels run: Triton's interpreter keeps its state in module globals.
+INTERPRETER_LOCK = threading.Lock()
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,12 @@ def refusals(problem: Problem, facts: DeviceFacts) -> tuple[Refusal, ...]:
     for argument, strides in (("indices" if problem.sparse else "block_table", problem.table_strides),):
         if max(strides, default=0) > INT32_MAX:
             found.append(Refusal(argument, f"strides below 2**31, got {list(strides)}"))
+    # Places of keys are counted in 32 bits, and by whole blocks and pages.
+    most = INT32_MAX - 2 * max(problem.cache.page_size, 1024)
+    tokens = problem.width * (1 if problem.sparse else problem.cache.page_size) + problem.extra_width
+    if tokens > most:
+        argument = "indices" if problem.sparse else "block_table"
+        found.append(Refusal(argument, f"room for at most {most} keys a row, got {tokens}"))
     if not found:
         geometry = _Geometry.of(problem)
         programs = geometry.items * (problem.num_splits or 1) * problem.h_kv * _cdiv(geometry.rows, 16)
@@ -107,17 +113,38 @@ _HOPPER_TILES = {
     32: ((Tiles(32, 64, 8, 5),), (Tiles(32, 64, 8, 3),)),
     64: ((Tiles(64, 64, 8, 2),), (Tiles(64, 64, 8, 3),)),
 }
+# Compute capability 10 multiplies tiles of 64 rows in tensor memory, which leaves registers to the rest.
+_BLACKWELL_TILES = {16: (), 32: (), 64: (Tiles(64, 32, 8, 3),)}
+# For plain caches, for quantised ones, and for quantised ones whose values end in the RoPE part: merging it takes registers,
+# and mma.sync spills in the inner loop with more than 16 rows.  Chosen by what compiles without spilling, not measured.
 _OTHER_TILES = {
-    16: (Tiles(16, 32, 4, 3), Tiles(16, 32, 4, 2), Tiles(16, 16, 4, 1)),
-    32: (Tiles(32, 64, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 16, 8, 1), Tiles(16, 16, 4, 1)),
-    64: (Tiles(64, 32, 8, 3), Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 16, 8, 1), Tiles(16, 16, 4, 1)),
+    16: (
+        (Tiles(16, 32, 8, 3), Tiles(16, 16, 4, 1)),
+        (Tiles(16, 32, 8, 3), Tiles(16, 16, 8, 3), Tiles(16, 16, 4, 1)),
+        (Tiles(16, 32, 8, 3), Tiles(16, 16, 8, 3), Tiles(16, 16, 4, 1)),
+    ),
+    32: (
+        (Tiles(32, 32, 8, 2), Tiles(32, 16, 8, 1), Tiles(16, 16, 4, 1)),
+        (Tiles(32, 32, 8, 2), Tiles(16, 16, 8, 3), Tiles(16, 16, 4, 1)),
+        (Tiles(16, 32, 8, 3), Tiles(16, 16, 8, 3), Tiles(16, 16, 4, 1)),
+    ),
+    64: (
+        (Tiles(64, 32, 8, 3), Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 16, 8, 1), Tiles(16, 16, 4, 1)),
+        (Tiles(32, 32, 8, 2), Tiles(16, 16, 8, 3), Tiles(16, 16, 4, 1)),
+        (Tiles(16, 32, 8, 3), Tiles(16, 16, 8, 3), Tiles(16, 16, 4, 1)),
+    ),
 }
 
 
 def _tile_candidates(problem: Problem, facts: DeviceFacts, rows: int) -> tuple[Tiles, ...]:
     size = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    first = _HOPPER_TILES[size][problem.cache.format.quantised] if facts.capability[0] == 9 else ()
-    return first + _OTHER_TILES[size]
+    quantised = problem.cache.format.quantised
+    first: tuple[Tiles, ...] = ()
+    if facts.capability[0] == 9:
+        first = _HOPPER_TILES[size][quantised]
+    elif facts.capability[0] == 10:
+        first = _BLACKWELL_TILES[size]
+    return first + _OTHER_TILES[size][quantised + (quantised and problem.d_qk == problem.d_v)]
 
 
 def _shared_memory(tiles: Tiles, problem: Problem, geometry: _Geometry, facts: DeviceFacts) -> int:

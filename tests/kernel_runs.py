@@ -6,14 +6,18 @@ import importlib.util
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from mla_kernels.launch import Launch
-from tests.inputs import Inputs
+from mla_kernels.device import INTERPRETER
+from mla_kernels.launch import Launch, Plan
+from mla_kernels.plan import plan_decode
+from mla_kernels.problem import TensorSpec, make_problem
+from tests.inputs import Inputs, Scope
 from tests.judge import Judgement, assert_close, judge, to_numpy
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
@@ -166,3 +170,47 @@ def _host(array: np.ndarray) -> Any:
     if array.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
+
+
+def plan_of(inputs: Inputs) -> Plan:
+    """The plan of the interpreter for the arrays of a call as numpy strides them."""
+    call = {
+        name: TensorSpec(x.shape, x.dtype.name, tuple(s // x.itemsize for s in x.strides)) if isinstance(x, np.ndarray) else x
+        for name, x in inputs.as_call().items()
+    }
+    return plan_decode(make_problem(**call), INTERPRETER)
+
+
+def arrays_of(inputs: Inputs) -> dict[str, np.ndarray]:
+    """The arrays of a call by the names that plans use, without a copy."""
+    call = inputs.as_call()
+    arrays = {"q": call["q"], "kv_cache": call["kv_cache"], "table": inputs.main.table, "lengths": inputs.main.lengths}
+    if inputs.extra is not None:
+        arrays |= {
+            "extra_kv_cache": call["extra_kv_cache"],
+            "extra_table": inputs.extra.table,
+            "extra_lengths": inputs.extra.lengths,
+        }
+    arrays["attn_sink"] = inputs.attn_sink
+    arrays["softmax_scale"] = np.full(1, inputs.spec.d_qk**-0.5, np.float32)
+    return {name: array for name, array in arrays.items() if array is not None}
+
+
+def pages_of(scope: Scope) -> np.ndarray:
+    """Bytes [pages, page stride]."""
+    return scope.cache.buffer[scope.cache.offset :].reshape(scope.cache.num_pages, scope.cache.page_stride)
+
+
+def move_pages(scope: Scope, place: np.ndarray, pages: np.ndarray) -> Scope:
+    """Moves page i to `place[i]` of `pages`, the bytes [pages, page stride] of another cache, and points the table there.
+
+    `pages` must be contiguous.
+    """
+    for i, page in enumerate(pages_of(scope)):
+        pages[place[i]] = page
+    cache = replace(scope.cache, num_pages=len(pages), offset=0, buffer=pages.reshape(-1))
+    size = cache.page_size if scope.table.ndim == 3 else 1
+    inside = (scope.table >= 0) & (scope.table < len(place) * size)
+    entry = np.where(inside, scope.table, 0)
+    moved = place[entry // size] * size + entry % size
+    return Scope(cache, np.where(inside, moved, scope.table).astype(np.int32), scope.lengths)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mla_kernels.formats import get_format
 from tests.arg_specs import ArgSpec
 from tests.inputs import Inputs, Scope, make_inputs
-from tests.kernel_runs import INTERPRET, assert_judged, assert_same_bits, check, decode_either
+from tests.kernel_runs import INTERPRET, assert_judged, assert_same_bits, check, decode_either, move_pages, pages_of
 
 pytestmark = INTERPRET
 
@@ -67,17 +67,6 @@ def each_scope(inputs: Inputs, change) -> Inputs:
     return replace(inputs, main=change(inputs.main), extra=None if inputs.extra is None else change(inputs.extra))
 
 
-def with_pages(scope: Scope, pages: np.ndarray, table: np.ndarray) -> Scope:
-    """`pages` are bytes [pages, page stride]."""
-    cache = scope.cache
-    buffer = np.concatenate([cache.buffer[: cache.offset], pages.reshape(-1)])
-    return replace(scope, cache=replace(cache, num_pages=len(pages), buffer=buffer), table=table)
-
-
-def pages_of(scope: Scope) -> np.ndarray:
-    return scope.cache.buffer[scope.cache.offset :].reshape(scope.cache.num_pages, scope.cache.page_stride)
-
-
 def one_request(inputs: Inputs, i: int) -> Inputs:
     def cut(scope: Scope) -> Scope:
         lengths = None if scope.lengths is None else scope.lengths[i : i + 1]
@@ -110,14 +99,7 @@ def test_where_pages_lie_changes_no_bit(spec, seed):
     rng = np.random.default_rng(seed)
 
     def permute(scope: Scope) -> Scope:
-        order = rng.permutation(scope.cache.num_pages)
-        pages = np.empty_like(pages_of(scope))
-        pages[order] = pages_of(scope)
-        size = scope.cache.page_size if spec.sparse else 1
-        inside = (scope.table >= 0) & (scope.table < len(order) * size)
-        entry = np.where(inside, scope.table, 0)
-        moved = order[entry // size] * size + entry % size
-        return with_pages(scope, pages, np.where(inside, moved, scope.table).astype(np.int32))
+        return move_pages(scope, rng.permutation(scope.cache.num_pages), np.empty_like(pages_of(scope)))
 
     inputs = make_inputs(spec, seed)
     assert_same_bits(decode_either(inputs), decode_either(each_scope(inputs, permute)))
@@ -132,8 +114,9 @@ def test_more_pages_that_nobody_uses_change_no_bit(spec, seed, count):
         return replace(scope, table=np.where(outside, INT32_MAX, scope.table).astype(np.int32))
 
     def add(scope: Scope) -> Scope:
-        unused = np.full((count, scope.cache.page_stride), 0xFF, np.uint8)
-        return with_pages(scope, np.concatenate([pages_of(scope), unused]), scope.table)
+        before = scope.cache.num_pages
+        more = np.full((before + count, scope.cache.page_stride), 0xFF, np.uint8)
+        return move_pages(scope, np.arange(before), more)
 
     inputs = make_inputs(spec, seed)
     if spec.sparse:

@@ -156,7 +156,9 @@ def _shared_memory(tiles: Tiles, problem: Problem, geometry: _Geometry, facts: D
         keys = tiles.block_n * (width * (1 if wgmma else 2) + problem.cache.format.token_bytes * ahead)
     else:  # wgmma still reads a block while the next one is awaited
         keys = tiles.block_n * width * (ahead + wgmma)
-    return tiles.block_h * width + keys + 8192
+    # Compiled for mma.sync, a choice between two plain caches was seen to take up to 26 KiB more.
+    choice = 32_768 if problem.extra is not None and not problem.cache.format.quantised and facts.capability[0] != 9 else 0
+    return tiles.block_h * width + keys + choice + 8192
 
 
 def choose_tiles(problem: Problem, facts: DeviceFacts, overrides: dict[str, int] | None = None) -> Tiles:

@@ -107,11 +107,12 @@ def refusals(problem: Problem, facts: DeviceFacts) -> tuple[Refusal, ...]:
     return tuple(found)
 
 
-# By rows of an item, for plain and for quantised caches, best first; measured on an H200 where the capability is 9.0.
+# By rows of an item; for plain caches, plain caches with an extra one, and quantised caches.  Measured on an H200, but those
+# for plain caches with an extra one, which the larger tiles would spill registers for.
 _HOPPER_TILES = {
-    16: ((Tiles(16, 64, 8, 5),), (Tiles(16, 64, 8, 3),)),
-    32: ((Tiles(32, 64, 8, 5),), (Tiles(32, 64, 8, 3),)),
-    64: ((Tiles(64, 64, 8, 2),), (Tiles(64, 64, 8, 3),)),
+    16: (Tiles(16, 64, 8, 5), Tiles(16, 32, 8, 5), Tiles(16, 32, 8, 3)),
+    32: (Tiles(32, 64, 8, 5), Tiles(32, 32, 8, 5), Tiles(64, 64, 8, 3)),
+    64: (Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 3), Tiles(64, 64, 8, 3)),
 }
 # Compute capability 10 multiplies tiles of 64 rows in tensor memory, which leaves registers to the rest.
 _BLACKWELL_TILES = {16: (), 32: (), 64: (Tiles(64, 32, 8, 3),)}
@@ -141,7 +142,7 @@ def _tile_candidates(problem: Problem, facts: DeviceFacts, rows: int) -> tuple[T
     quantised = problem.cache.format.quantised
     first: tuple[Tiles, ...] = ()
     if facts.capability[0] == 9:
-        first = _HOPPER_TILES[size][quantised]
+        first = (_HOPPER_TILES[size][2 if quantised else int(problem.extra is not None)],)
     elif facts.capability[0] == 10:
         first = _BLACKWELL_TILES[size]
     return first + _OTHER_TILES[size][quantised + (quantised and problem.d_qk == problem.d_v)]

@@ -6,7 +6,7 @@ status=0
 for tool in memcheck racecheck; do
     log=$(PYTHONPATH="$PWD:$PWD/kernels${PYTHONPATH:+:$PYTHONPATH}" PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
         timeout "${SANITIZE_TIMEOUT:-100}" compute-sanitizer --tool "$tool" --kernel-regex kns=_kernel --error-exitcode 9 \
-        "${PYTHON:-python3}" tools/sanitize.py 2>&1) || status=1
+        "${PYTHON:-python3}" tools/sanitize_calls.py 2>&1) || status=1
     printf '%s: %s\n' "$tool" "$(printf '%s\n' "$log" | grep -E 'SUMMARY|Error' | tail -n 1)"
     [ "$status" = 0 ] || printf '%s\n' "$log" | tail -n 20
 done

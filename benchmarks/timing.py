@@ -131,13 +131,9 @@ class Unrolled:
         results = jax.block_until_ready(run(*arguments))[:copies]
 
         def sample() -> float:
-            # The clock starts when a first run has ended and the others are queued behind it: as with graphs, what one
-            # dispatch costs the host is hidden by the device's work, as far as it can be.
-            first = run(*arguments)
-            for _ in range(repetitions):
-                last = run(*arguments)
-            jax.block_until_ready(first)
             begin = time.perf_counter()
+            for _ in range(repetitions):  # queued, so that all dispatches but the first are hidden where the device is busy
+                last = run(*arguments)
             jax.block_until_ready(last)
             return (time.perf_counter() - begin) * 1e6 / (count * repetitions)
 

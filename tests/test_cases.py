@@ -171,7 +171,7 @@ def test_case_11_more_query_rows_than_table_rows(spec, causal):
 def test_case_12_every_position_has_its_own_result(cache_format, s_q, num_splits):
     spec = spec_of(cache_format, batch=2, s_q=s_q, length=70, page_size=16, causal=True, num_splits=num_splits)
     inputs = make_inputs(spec)
-    (out, lse), expected = check(inputs)
+    (out, _), expected = check(inputs)
     for j in range(s_q):
         scope = replace(inputs.main, lengths=inputs.main.lengths - s_q + j + 1)
         alone = replace(inputs, q=inputs.q[:, j : j + 1], main=scope, spec=replace(spec, s_q=1, causal=False))
@@ -243,7 +243,6 @@ def test_case_19_any_topk_also_above_the_number_of_keys(topk, length):
         check(inputs)
 
 
-@pytest.mark.parametrize("kind", ["finite", "infinite"])
 @pytest.mark.parametrize(
     "more",
     [
@@ -258,8 +257,9 @@ def test_case_19_any_topk_also_above_the_number_of_keys(topk, length):
     ids=lambda more: "-".join(more) or "plain",
 )
 @pytest.mark.parametrize("cache_format", FORMATS)
-def test_case_20_sinks_with_every_format_and_mode(cache_format, more, kind):
-    inputs = make_inputs(spec_of(cache_format, batch=2, h_q=6, length=100, page_size=16, sink=kind, **more))
+def test_case_20_sinks_with_every_format_and_mode(cache_format, more):
+    """Four of six heads have sinks of inf, -inf, 200 and -200."""
+    inputs = make_inputs(spec_of(cache_format, batch=2, h_q=6, length=100, page_size=16, sink="infinite", **more))
     (out, lse), _ = check(inputs)
     plain_out, plain_lse = decode_either(replace(inputs, attn_sink=None))
     np.testing.assert_array_equal(lse, plain_lse)

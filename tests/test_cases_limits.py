@@ -15,11 +15,13 @@ pytest.importorskip("jax")
 
 from mla_kernels.attend import attend_kernel
 from mla_kernels.combine import combine_kernel
+from mla_kernels.device import INTERPRETER
+from mla_kernels.plan import refusals
 from mla_kernels.schedule import WORK_FIELDS
 from tests.arg_specs import ArgSpec, spec_id
 from tests.inputs import make_inputs
 from tests.judge import assert_close, judge
-from tests.kernel_runs import INTERPRET, Memory, arrays_of, launch, move_pages, pages_of, plan_of
+from tests.kernel_runs import INTERPRET, Memory, arrays_of, launch, move_pages, plan_of
 
 pytestmark = INTERPRET
 
@@ -150,30 +152,34 @@ def test_case_15_the_last_of_70000_requests_of_128_heads(s_q, topk):
     assert not made["out"][:8].any()
 
 
-@pytest.mark.parametrize("past", [0, 1])
-def test_lengths_near_the_end_of_int32(past):
-    """A table of 2**31 tokens or a little less, all in one page; the last blocks of such a request alone."""
+def large_table(pages):
+    """A call of one request with a table of so many pages of 64 tokens, all the same page, and every token of them."""
     spec = ArgSpec(batch=1, h_q=2, d_qk=80, d_v=64, length=64)
     inputs = make_inputs(spec)
     page = int(inputs.main.table[0, 0])
-    table = np.full((1, 2**25 - 1 + past), page, np.int32)
-    lengths = np.array([2**31 - 1], np.int32)
-    huge = replace(inputs, main=replace(inputs.main, table=table, lengths=lengths))
-    try:
-        plan = plan_of(huge)
-    except ValueError as error:
-        assert str(error).startswith("block_table:")
-        assert past
-        return
+    table = np.full((1, pages), page, np.int32)
+    huge = replace(inputs, main=replace(inputs.main, table=table, lengths=np.array([2**31 - 1], np.int32)))
+    return inputs, huge, page
+
+
+def test_a_table_beyond_the_end_of_int32_is_refused():
+    _, huge, _ = large_table(2**25 - 1)
+    assert [refusal.argument for refusal in refusals(plan_of(huge).problem, INTERPRETER)] == ["block_table"]
+
+
+def test_lengths_near_the_end_of_int32():
+    """The last blocks of such a request alone."""
+    inputs, huge, page = large_table(2**25 - 64)
+    spec = inputs.spec
+    plan = plan_of(huge)
+    assert not refusals(plan.problem, INTERPRETER)
     unit = plan.details["block_n"]
     tokens = plan.problem.max_tokens
     units = -(-tokens // unit)
     made = {"schedule": by_hand(plan, [(0, 0, units - 2, units, -1, -1)])}
     out, lse = run(plan, arrays_of(huge), made)
     seen = tokens - (units - 2) * unit
-    few = replace(
-        inputs, main=replace(inputs.main, table=np.full((1, 2), page, np.int32), lengths=np.array([seen], np.int32))
-    )
+    few = replace(inputs, main=replace(inputs.main, table=np.full((1, 2), page, np.int32), lengths=np.array([seen], np.int32)))
     assert_close(in_16_bits(out, spec), lse, judge(few.as_call()))
     del made["schedule"]
     memory = Memory()

@@ -135,7 +135,9 @@ def draw_pieces(rng, count, rows, d_v, spread=3.0, empty=0.2):
 def one_row(outs, sums, sink=None):
     """Two or more pieces of one row, given by their outputs and the sums of their exponentials."""
     with np.errstate(divide="ignore"):
-        pieces = [(np.full((1, 16), out, np.float32), np.log(np.array([z], np.float32))) for out, z in zip(outs, sums, strict=True)]
+        pieces = [
+            (np.full((1, 16), out, np.float32), np.log(np.array([z], np.float32))) for out, z in zip(outs, sums, strict=True)
+        ]
     return Merge(1, 1, 1, 16, False, 1, {0: pieces}, sink)
 
 

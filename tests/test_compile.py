@@ -69,8 +69,8 @@ def test_hopper(case):
     assert ("wgmma.mma_async" in result.ptx) == wgmma
     if cuobjdump() is not None:
         assert any("HGMMA" in text for _, text in instructions(result.cubin)) == wgmma
-    # A tile of 64 rows takes all 255 registers, and the compiler keeps a loop counter or two in local memory.
-    check_spills(result, most=8)
+    # A tile of 64 rows takes all 255 registers: what the outer loop needs may be spilled, what the inner one needs may not.
+    check_spills(result, most=40)
 
 
 @compiled(others())

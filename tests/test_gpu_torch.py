@@ -195,9 +195,7 @@ def test_a_graph_stays_right_and_balanced(monkeypatch):
         most = max(work)
         even = -(-(sum(units) + fixed * len(units)) // programs)
         # Whole requests are left whole only where splitting them would cost more than it saves.
-        assert most <= even + fixed + details["split_cost"], (
-            f"{lengths}: {most} blocks in one program, {even} if even"
-        )
+        assert most <= even + fixed + details["split_cost"], f"{lengths}: {most} blocks in one program, {even} if even"
 
 
 @pytest.mark.parametrize("spec", [V32, MODEL1], ids=spec_id)

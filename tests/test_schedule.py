@@ -191,10 +191,10 @@ def draw_lengths(rng: np.random.Generator, batch: int, most: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("programs", [1, 2, 3, 7, 16, 17])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_few_programs(programs, seed):
     rng = np.random.default_rng([programs, seed])
-    for _ in range(50):
+    for _ in range(40):
         batch = int(rng.integers(1, 20))
         assert_valid(run(plan_of(batch, programs, pages=64), draw_lengths(rng, batch, 4096)))
 

@@ -14,6 +14,8 @@ if [ -n "${PYTHON-}" ] || [ ! -x "$venv/bin/python" ]; then
 else
     python=$("$venv/bin/python" -c 'import sys; print(sys._base_executable)') || python=$(sh tools/find_python.sh)
 fi
+# One interpreter has several names: an environment knows the one that it was made by resolved, the search may not.
+python=$("$python" -c 'import os, sys; print(os.path.realpath(sys.executable))')
 state="$PWD $python $constraints $extras gpu=$gpu $(cat pyproject.toml tools/make_venv.sh constraints/*.txt | cksum)"
 if [ -f "$venv/state" ] && [ "$(cat "$venv/state")" = "$state" ] && "$venv/bin/python" -c '' 2>/dev/null; then
     exit 0

@@ -266,7 +266,7 @@ def test_seventy_thousand_requests(kind, programs):
 
 def test_totals_beyond_32_bits():
     """The units of all requests together need 64 bits."""
-    batch, pages = 3000, 2**31 // PAGE_SIZE - 1
+    batch, pages = 3000, 2**31 // PAGE_SIZE - 64
     schedule = run(plan_of(batch, 132, pages=pages), np.full(batch, 2**31 - 1))
     assert int(schedule.units.sum()) * PAGE_SIZE > 2**42
     assert_valid(schedule)

@@ -264,11 +264,13 @@ def test_seventy_thousand_requests(kind, programs):
     assert schedule.whole == (kind == "equal")
 
 
-def test_totals_beyond_32_bits():
+@pytest.mark.parametrize("programs", [7, 132])
+def test_totals_beyond_32_bits(programs):
     """The units of all requests together need 64 bits."""
     batch, pages = 3000, 2**31 // PAGE_SIZE - 64
-    schedule = run(plan_of(batch, 132, pages=pages), np.full(batch, 2**31 - 1))
+    schedule = run(plan_of(batch, programs, pages=pages), np.full(batch, 2**31 - 1))
     assert int(schedule.units.sum()) * PAGE_SIZE > 2**42
+    assert not schedule.whole
     assert_valid(schedule)
 
 

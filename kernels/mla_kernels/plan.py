@@ -90,15 +90,15 @@ def refusals(problem: Problem, facts: DeviceFacts) -> tuple[Refusal, ...]:
         found.append(Refusal("head_dim_v", f"at most {MAX_D_V}, got {problem.d_v}"))
     if problem.d_qk - problem.d_v > MAX_REST:
         found.append(Refusal("q", f"d_qk - head_dim_v at most {MAX_REST}, got {problem.d_qk} - {problem.d_v}"))
-    for argument, strides in (("indices" if problem.sparse else "block_table", problem.table_strides),):
-        if max(strides, default=0) > INT32_MAX:
+    table = "indices" if problem.sparse else "block_table"
+    for argument, strides in ((table, problem.table_strides), ("extra_indices", problem.extra_table_strides)):
+        if max(strides) > INT32_MAX:
             found.append(Refusal(argument, f"strides below 2**31, got {list(strides)}"))
     # Places of keys are counted in 32 bits, and by whole blocks and pages.
     most = INT32_MAX - 2 * max(problem.cache.page_size, 1024)
     tokens = problem.width * (1 if problem.sparse else problem.cache.page_size) + problem.extra_width
     if tokens > most:
-        argument = "indices" if problem.sparse else "block_table"
-        found.append(Refusal(argument, f"room for at most {most} keys a row, got {tokens}"))
+        found.append(Refusal(table, f"room for at most {most} keys a row, got {tokens}"))
     if not found:
         geometry = _Geometry.of(problem)
         programs = geometry.items * (problem.num_splits or 1) * problem.h_kv * _cdiv(geometry.rows, 16)
@@ -163,7 +163,7 @@ def _shared_memory(tiles: Tiles, problem: Problem, geometry: _Geometry, facts: D
 
 
 def choose_tiles(problem: Problem, facts: DeviceFacts, overrides: dict[str, int] | None = None) -> Tiles:
-    """Tile sizes by rows per item and device, the first of a list of measured candidates that fits the shared memory."""
+    """Tile sizes by rows per item and device, the first candidate that fits the shared memory."""
     geometry = _Geometry.of(problem)
     if facts.interpreted:
         chosen = Tiles(_power_of_two(min(max(geometry.rows, 16), 64)), 64, 4, 1)

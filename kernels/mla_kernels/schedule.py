@@ -69,6 +69,31 @@ def item_units(length, extra_length, UNIT: tl.constexpr):
     return tl.maximum((length + UNIT - 1) // UNIT + (extra_length + UNIT - 1) // UNIT, 1)
 
 
+@triton.jit
+def _chunk_of_items(
+    start,
+    items,
+    lengths_ptr,
+    extra_lengths_ptr,
+    max_tokens,
+    extra_tokens,
+    CHUNK: tl.constexpr,
+    QUERIES: tl.constexpr,
+    HAS_LENGTH: tl.constexpr,
+    HAS_EXTRA: tl.constexpr,
+    HAS_EXTRA_LENGTH: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """Items from `start` on, which of them exist, and their units."""
+    item = start + tl.arange(0, CHUNK)
+    real = item < items
+    length, extra_length = item_lengths(
+        item, real, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens,
+        QUERIES, HAS_LENGTH, HAS_EXTRA, HAS_EXTRA_LENGTH,
+    )  # fmt: skip
+    return item, real, item_units(length, extra_length, UNIT)
+
+
 @triton.jit(do_not_specialize=["items", "programs", "max_tokens", "extra_tokens"])
 def schedule_kernel(
     lengths_ptr,
@@ -93,13 +118,11 @@ def schedule_kernel(
     total = tl.zeros([], tl.int64)
     longest = tl.zeros([], tl.int32)
     for start in range(0, items, ITEM_CHUNK):
-        item = start + tl.arange(0, ITEM_CHUNK)
-        real = item < items
-        length, extra_length = item_lengths(
-            item, real, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens,
-            QUERIES, HAS_LENGTH, HAS_EXTRA, HAS_EXTRA_LENGTH,
+        item, real, units = _chunk_of_items(
+            start, items, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens,
+            ITEM_CHUNK, QUERIES, HAS_LENGTH, HAS_EXTRA, HAS_EXTRA_LENGTH, UNIT,
         )  # fmt: skip
-        cost = tl.where(real, item_units(length, extra_length, UNIT) + FIXED_COST, 0)
+        cost = tl.where(real, units + FIXED_COST, 0)
         total += tl.sum(cost.to(tl.int64), 0)
         longest = tl.maximum(longest, tl.max(cost, 0))
 
@@ -114,13 +137,10 @@ def schedule_kernel(
 
     if whole:
         for start in range(0, slots, ITEM_CHUNK):
-            item = start + tl.arange(0, ITEM_CHUNK)
-            real = item < items
-            length, extra_length = item_lengths(
-                item, real, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens,
-                QUERIES, HAS_LENGTH, HAS_EXTRA, HAS_EXTRA_LENGTH,
+            item, real, units = _chunk_of_items(
+                start, items, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens,
+                ITEM_CHUNK, QUERIES, HAS_LENGTH, HAS_EXTRA, HAS_EXTRA_LENGTH, UNIT,
             )  # fmt: skip
-            units = item_units(length, extra_length, UNIT)
             work = schedule_ptr + item * WORK_FIELDS
             tl.store(work, item, mask=item < slots)
             tl.store(work + 1, tl.where(real, item, item - 1), mask=item < slots)
@@ -145,13 +165,10 @@ def schedule_kernel(
         num_split = tl.zeros([], tl.int32)
         splits_ptr = schedule_ptr + slots * WORK_FIELDS + 1
         for start in range(0, items, PAIR_CHUNK):
-            item = start + tl.arange(0, PAIR_CHUNK)
-            real = item < items
-            length, extra_length = item_lengths(
-                item, real, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens,
-                QUERIES, HAS_LENGTH, HAS_EXTRA, HAS_EXTRA_LENGTH,
+            item, real, units = _chunk_of_items(
+                start, items, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens,
+                PAIR_CHUNK, QUERIES, HAS_LENGTH, HAS_EXTRA, HAS_EXTRA_LENGTH, UNIT,
             )  # fmt: skip
-            units = item_units(length, extra_length, UNIT)
             cost = tl.where(real, units + FIXED_COST, 0).to(tl.int64)
             end = base + tl.cumsum(cost, 0)
             begin = end - cost

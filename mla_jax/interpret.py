@@ -103,7 +103,7 @@ def execute(plan: Plan, arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, n
         live[name] = allocate(buffer.shape, buffer.dtype)
     with INTERPRETER_LOCK:
         for launch in plan.launches:
-            inputs = [HostArray(live[name]) for name in launch.inputs]
+            inputs = [HostArray(live[name]) for name in launch.input_arrays]
             outputs = [HostArray(live[name]) for name in launch.outputs]
             launch.kernel[launch.grid](*inputs, *launch.scalars, *outputs, **launch.constexprs)
     return live["out"], live["lse"]

@@ -20,6 +20,8 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import mlir, xla
 
+from mla_kernels.launch import TileDescriptor
+
 _BYTES = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.int8))
 
 # The CUDA driver's code of the TF32 tensor-map element type (CU_TENSOR_MAP_DATA_TYPE_TFLOAT32).
@@ -187,7 +189,7 @@ def gluon_supported() -> bool:
 
 def triton_call(
     kernel: Any,
-    inputs: Sequence[jax.Array],
+    inputs: Sequence[jax.Array | tuple[jax.Array, TileDescriptor]],
     scalars: Sequence[int],
     outputs: Sequence[jax.ShapeDtypeStruct],
     constexprs: Mapping[str, Any],
@@ -202,7 +204,8 @@ def triton_call(
     """Launches a kernel whose parameters are inputs, scalars, outputs and constexprs, in this order.
 
     Args:
-      inputs: arrays; each becomes a pointer.  Those of float8_e4m3fn and int8 become pointers to uint8, without a copy.
+      inputs: arrays; each becomes a pointer.  Those of float8_e4m3fn and int8 become pointers to uint8, without a copy.  An
+        array (of 16-bit elements) with a `TileDescriptor` becomes a TMA descriptor of the view that it states.
       scalars: 32-bit integers; none of them is specialised on its value.
       outputs: shapes and dtypes of the results; each becomes a pointer to memory that nobody has initialised.
       compute_capability: 90 for Hopper.
@@ -210,7 +213,8 @@ def triton_call(
       name: of the call, for profiles.
 
     Raises:
-      RuntimeError: where jax-triton is not available.
+      RuntimeError: where jax-triton is not available, or is too old for descriptors.
+      ValueError: a descriptor's view does not lie within its array.
     """
     lib, why = _load()
     if lib is None:
@@ -220,8 +224,13 @@ def triton_call(
     fusion = {"enable_fp_fusion": True}
     runtime = [RuntimeInt(value) for value in scalars]
     launch = {"kernel": kernel, "grid": grid, "name": name, "compute_capability": compute_capability}
+    arrays = [item[0] if isinstance(item, tuple) else item for item in inputs]
+    tiles = {i: item[1] for i, item in enumerate(inputs) if isinstance(item, tuple)}
+    if tiles and version_of("jax-triton") < (0, 4):
+        raise RuntimeError("cannot launch a Triton kernel: its TMA descriptors need jax-triton 0.4 or later")
 
-    def call(*arrays: jax.Array) -> Sequence[jax.Array]:
+    def call(*operands: jax.Array) -> Sequence[jax.Array]:
+        arrays = [_describe(lib, x, tiles[i]) if i in tiles else x for i, x in enumerate(operands)]
         if version_of("jax-triton") < (0, 4):
             more = {"out_shape": list(outputs), "input_output_aliases": dict(aliases), **options, **fusion}
             return lib.triton_call(*arrays, *runtime, **launch, **more, **constexprs)
@@ -230,9 +239,21 @@ def triton_call(
             return lib.triton_call(*arrays, *runtime, **launch, **more, **constexprs)
         return _bind_aliased(lib, kernel, [*arrays, *runtime], outputs, constexprs, aliases, launch, {**options, **fusion})
 
-    if any(array.dtype in _BYTES for array in inputs):
-        return tuple(_call_on_bytes(call, inputs))
-    return tuple(call(*inputs))
+    if any(array.dtype in _BYTES for array in arrays):
+        return tuple(_call_on_bytes(call, arrays))
+    return tuple(call(*arrays))
+
+
+def _describe(lib: ModuleType, array: jax.Array, tile: TileDescriptor) -> Any:
+    """jax-triton's descriptor of a view of `array`.  It states the view's own shape and strides, so nothing is reshaped."""
+    from triton.experimental.gluon import language as gl
+
+    rows, columns = tile.shape
+    if (rows - 1) * tile.row_stride + columns > array.size:
+        view = f"{list(tile.shape)} with rows {tile.row_stride} elements apart"
+        raise ValueError(f"{tile.array}: a view of {view} does not lie within {array.dtype} {list(array.shape)}")
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return lib.TensorDescriptor(array, tile.shape, (tile.row_stride, 1), tile.block_shape, layout)
 
 
 def _bind_aliased(

@@ -10,7 +10,7 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir, xla
 
-from mla_kernels.launch import Plan
+from mla_kernels.launch import Plan, TileDescriptor
 
 from . import jax_triton_compat
 
@@ -31,7 +31,7 @@ def run(plan: Plan, arrays: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Arr
         with jax.named_scope(launch.name):
             results = jax_triton_compat.triton_call(
                 launch.kernel,
-                [live[name] for name in launch.inputs],
+                [(live[x.array], x) if isinstance(x, TileDescriptor) else live[x] for x in launch.inputs],
                 launch.scalars,
                 [jax.ShapeDtypeStruct(buffer.shape, buffer.dtype) for buffer in buffers],
                 launch.constexprs,

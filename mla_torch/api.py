@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses import FakeTensor
 
 from mla_kernels.choose import Explanation, choose, requested
 from mla_kernels.device import DeviceFacts
@@ -19,7 +20,8 @@ from . import launcher
 from .reference import decode_reference
 
 CALLS_KEPT = 4096
-CACHE_ALIGNMENT = 16  # bytes; the kernels read quantised rows in vectors
+ALIGNMENT = 16  # bytes; the kernels read quantised rows in vectors, and TMA takes no other address
+_ALIGNED = ("q", "kv_cache")  # whose addresses decide which kernels may run
 _GRADIENT = "requires a gradient; decode is forward-only: detach it or call under torch.no_grad()"
 
 Refusals = tuple[Refusal, ...]
@@ -62,14 +64,15 @@ class _Spec(NamedTuple):
     dtype: torch.dtype
     shape: torch.Size
     strides: tuple[int, ...]
+    aligned: bool
 
     def tensor_spec(self) -> TensorSpec:
-        return TensorSpec(tuple(self.shape), str(self.dtype).removeprefix("torch."), tuple(self.strides))
+        return TensorSpec(tuple(self.shape), str(self.dtype).removeprefix("torch."), tuple(self.strides), self.aligned)
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """All about a call that its tensors' values and addresses do not change."""
+    """All about a call that its tensors' values, and how their addresses differ by multiples of 16, do not change."""
 
     problem: Problem
     name: str
@@ -139,6 +142,13 @@ def _prepare(
 _prepare_cached = functools.lru_cache(maxsize=CALLS_KEPT, typed=True)(_prepare)
 
 
+def _is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether the first byte lies at a multiple of 16; what has no address is taken to."""
+    if tensor.is_meta or isinstance(tensor, FakeTensor):
+        return True
+    return tensor.data_ptr() % ALIGNMENT == 0
+
+
 def _check_tensors(tensors: Mapping[str, Any]) -> tuple[_Spec | None, ...]:
     """The specs in the order of `_TENSORS`, after the checks that only a tensor itself can answer."""
     device = getattr(tensors["q"], "device", None)
@@ -156,14 +166,15 @@ def _check_tensors(tensors: Mapping[str, Any]) -> tuple[_Spec | None, ...]:
             raise ValueError(f"{name}: {_GRADIENT}")
         if tensor.layout is not torch.strided:
             raise ValueError(f"{name}: expected a strided tensor, got layout {tensor.layout}")
-        specs.append(_Spec(tensor.dtype, tensor.shape, tensor.stride()))
+        aligned = name not in _ALIGNED or _is_aligned(tensor)
+        specs.append(_Spec(tensor.dtype, tensor.shape, tensor.stride(), aligned))
     return tuple(specs)
 
 
 def _bytes(name: str, cache: torch.Tensor) -> torch.Tensor:
     """A quantised cache as uint8, without a copy."""
-    if cache.data_ptr() % CACHE_ALIGNMENT:
-        raise ValueError(f"{name}: its first byte must lie at a multiple of {CACHE_ALIGNMENT}, got {cache.data_ptr():#x}")
+    if cache.data_ptr() % ALIGNMENT:
+        raise ValueError(f"{name}: its first byte must lie at a multiple of {ALIGNMENT}, got {cache.data_ptr():#x}")
     return cache if cache.dtype == torch.uint8 else cache.view(torch.uint8)
 
 

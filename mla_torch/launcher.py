@@ -6,7 +6,7 @@ import functools
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,7 +15,7 @@ import triton
 
 from mla_kernels.attend import attend_kernel
 from mla_kernels.device import INTERPRETER, DeviceFacts
-from mla_kernels.launch import INTERPRETER_LOCK, Launch, Plan
+from mla_kernels.launch import INTERPRETER_LOCK, Launch, Plan, TileDescriptor
 
 # Triton decides when a kernel is defined, so the kernel itself is what knows.
 INTERPRETED = not isinstance(attend_kernel, triton.JITFunction)
@@ -128,6 +128,31 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def _descriptor_maker(tile: TileDescriptor) -> Callable[[torch.Tensor], Any]:
+    """A function that makes Triton's descriptor of `tile` for the tensor of a call.
+
+    Triton's constructor checks every field, which takes several times as long as all else here.  It does so once: what it
+    made is copied without being called again, and each descriptor is a new object, so that threads share none.
+    """
+    # Here, so that a plan without descriptors does not import Gluon.
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    nothing = torch.empty(0, dtype=torch.bfloat16, device="cpu")  # a tensor of a call would be kept alive
+    checked = TensorDescriptor(nothing, list(tile.shape), [tile.row_stride, 1], list(tile.block_shape), layout=layout)
+    fields = vars(checked)
+
+    def make(tensor: torch.Tensor) -> Any:
+        descriptor = object.__new__(TensorDescriptor)
+        own = descriptor.__dict__
+        own.update(fields)
+        own["base"] = tensor
+        return descriptor
+
+    return make
+
+
 class _Step:
     """One launch, with all that does not change between calls worked out.
 
@@ -135,12 +160,15 @@ class _Step:
     binary depends on beside the plan is which pointers are multiples of 16 bytes, so binaries are kept by that.
     """
 
-    __slots__ = ("_binaries", "_constants", "_grid", "_inputs", "_kernel", "_options", "_outputs", "_scalars")
+    __slots__ = ("_binaries", "_constants", "_descriptors", "_grid", "_inputs", "_kernel", "_options", "_outputs", "_scalars")
 
     def __init__(self, launch: Launch):
         self._kernel = launch.kernel
         self._grid = launch.grid
-        self._inputs = launch.inputs
+        self._inputs = launch.input_arrays
+        self._descriptors = [
+            (i, _descriptor_maker(item)) for i, item in enumerate(launch.inputs) if isinstance(item, TileDescriptor)
+        ]
         self._scalars = launch.scalars
         self._outputs = launch.outputs
         self._constants = launch.constexprs
@@ -153,10 +181,12 @@ class _Step:
         self._binaries: dict[tuple[bool, ...], tuple[Any, tuple]] = {}
 
     def __call__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        inputs = [tensors[name] for name in self._inputs]
+        inputs: list[Any] = [tensors[name] for name in self._inputs]
         outputs = [tensors[name] for name in self._outputs]
-        arguments = (*inputs, *self._scalars, *outputs)
         aligned = tuple([x.data_ptr() % 16 == 0 for x in inputs + outputs])
+        for i, make in self._descriptors:
+            inputs[i] = make(inputs[i])
+        arguments = (*inputs, *self._scalars, *outputs)
         if aligned in self._binaries:
             binary, constants = self._binaries[aligned]
             binary[self._grid](*arguments, *constants)

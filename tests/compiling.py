@@ -17,11 +17,13 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 import mla_kernels.plan
 from mla_kernels.device import KNOWN_DEVICES, DeviceFacts
 from mla_kernels.formats import get_format
-from mla_kernels.launch import Launch, Plan
+from mla_kernels.launch import Launch, Plan, TileDescriptor
 from mla_kernels.problem import Problem, TensorSpec, make_problem
 from tests.pairwise import Row, cover
 
@@ -152,11 +154,19 @@ def _array_dtype(plan: Plan, name: str) -> str:
     return {"q": problem.dtype, "softmax_scale": "float32", "attn_sink": "float32"}.get(name, "int32")
 
 
+def _input_type(plan: Plan, item: str | TileDescriptor) -> str:
+    """As Triton's launcher spells it."""
+    if not isinstance(item, TileDescriptor):
+        return POINTERS[_array_dtype(plan, item)]
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return f"tensordesc<{POINTERS[_array_dtype(plan, item.array)][1:]}{list(item.block_shape)},{layout!r}>"
+
+
 def _signature(plan: Plan, launch: Launch) -> tuple[dict[str, str], dict[tuple[int], list]]:
     """Types of the kernel's parameters, and what is known of them: that arrays start at a multiple of 16 bytes."""
     names = launch.kernel.arg_names
     types = [
-        *(POINTERS[_array_dtype(plan, name)] for name in launch.inputs),
+        *(_input_type(plan, item) for item in launch.inputs),
         *("i32" for _ in launch.scalars),
         *(POINTERS[_array_dtype(plan, name)] for name in launch.outputs),
     ]
@@ -172,8 +182,8 @@ def compilations(configs: tuple[Config, ...], device: str) -> list[Compilation]:
     for config in configs:
         plan = config.plan(facts)
         for launch in plan.launches:
-            dtypes = tuple(_array_dtype(plan, name) for name in (*launch.inputs, *launch.outputs))
-            key = (launch.name, tuple(launch.constexprs.items()), dtypes, launch.num_warps, launch.num_stages)
+            types = tuple(_signature(plan, launch)[0].values())
+            key = (launch.name, tuple(launch.constexprs.items()), types, launch.num_warps, launch.num_stages)
             found.setdefault(key, Compilation(f"sm_{facts.compute_capability}-{config.id}-{launch.name}", facts, plan, launch))
     return list(found.values())
 
@@ -183,6 +193,7 @@ class Compiled:
     """What became of a launch.
 
     Attributes:
+      num_warps: of a block, those of all partitions of a warp-specialised kernel.
       threads: of a block, as the PTX demands them.
       shared_memory: bytes of a block.
       spill_stores, spill_loads: bytes.
@@ -201,7 +212,8 @@ class Compiled:
 def compile_launch(plan: Plan, launch: Launch) -> Compiled:
     """Compiles through ptxas, with the tool and the flags that Triton chooses for the device."""
     signature, attributes = _signature(plan, launch)
-    source = ASTSource(launch.kernel, signature, dict(launch.constexprs), attributes)
+    make_source = GluonASTSource if isinstance(launch.kernel, GluonJITFunction) else ASTSource
+    source = make_source(launch.kernel, signature, dict(launch.constexprs), attributes)
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": True}
     log = io.StringIO()
     # A result from the cache would come without the log.

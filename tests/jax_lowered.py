@@ -11,11 +11,22 @@ TARGETS = ("triton_kernel_call", "triton_kernel_call_ffi")
 
 
 @dataclass(frozen=True)
+class Descriptor:
+    """A TMA descriptor; shape and strides in elements."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block_shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class KernelCall:
     """One call of a compiled kernel.
 
     Attributes:
-      params: the kernel's arguments in order: "pointer", or the value of a scalar.
+      num_warps: that it is launched with.
+      params: the kernel's arguments in order: "pointer", "descriptor", or the value of a scalar.
+      descriptors: those of `params`.
       operands, results: MLIR types of the custom call's arrays.
       aliases: operand to result of the buffers that are shared.
     """
@@ -27,6 +38,7 @@ class KernelCall:
     compute_capability: int
     grid: tuple[int, int, int]
     params: tuple[int | str, ...]
+    descriptors: tuple[Descriptor, ...]
     operands: tuple[str, ...]
     results: tuple[str, ...]
     aliases: dict[int, int]
@@ -60,6 +72,19 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
         yield key >> 3, value
 
 
+def _descriptor(message: bytes) -> Descriptor:
+    content = dict(_fields(dict(_fields(message))[1]))
+
+    def numbers(packed: bytes) -> tuple[int, ...]:
+        found, at = [], 0
+        while at < len(packed):
+            number, at = _varint(packed, at)
+            found.append(number)
+        return tuple(found)
+
+    return Descriptor(numbers(content[3]), numbers(content[4]), numbers(content[5]))
+
+
 def _operations(operation: Any) -> Iterator[Any]:
     for region in operation.regions:
         for block in region.blocks:
@@ -73,6 +98,8 @@ def _parse(payload: bytes, operation: Any) -> KernelCall:
     kernel: dict[int, Any] = {}
     grid = {2: 1, 3: 1, 4: 1}
     params: list[int | str] = []
+    descriptors: list[Descriptor] = []
+    repeated = 0
     for number, value in _fields(call):
         if number == 1:
             kernel = dict(_fields(value))
@@ -80,7 +107,14 @@ def _parse(payload: bytes, operation: Any) -> KernelCall:
             grid[number] = value
         elif number == 5:
             ((field, content),) = _fields(value)
-            params.append("pointer" if field == 1 else content)
+            if repeated:  # a descriptor's shape and strides follow it as scalars
+                repeated -= 1
+            elif field == 9:
+                params.append("descriptor")
+                descriptors.append(_descriptor(content))
+                repeated = 2 * len(descriptors[-1].shape)
+            else:
+                params.append("pointer" if field == 1 else content)
     aliases = {}
     attributes = operation.attributes
     if "output_operand_aliases" in attributes:
@@ -99,6 +133,7 @@ def _parse(payload: bytes, operation: Any) -> KernelCall:
         compute_capability=kernel[6],
         grid=(grid[2], grid[3], grid[4]),
         params=tuple(params),
+        descriptors=tuple(descriptors),
         operands=tuple(str(operand.type) for operand in operation.operands),
         results=tuple(str(result.type) for result in operation.results),
         aliases=aliases,

@@ -158,7 +158,7 @@ def assert_same_bits(results: Results, others: Results) -> None:
 
 def launch(step: Launch, arrays: Mapping[str, np.ndarray], *, grid: Any = None, scalars: Any = None, **constants: Any) -> None:
     """Interprets one launch of a plan on numpy arrays; `constants` and what else is given replace what the plan says."""
-    inputs = [_host(arrays[name]) for name in step.inputs]
+    inputs = [_host(arrays[name]) for name in step.input_arrays]
     outputs = [_host(arrays[name]) for name in step.outputs]
     step.kernel[grid or step.grid](*inputs, *(scalars or step.scalars), *outputs, **{**step.constexprs, **constants})
 

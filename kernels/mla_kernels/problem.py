@@ -27,11 +27,15 @@ def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape, dtype name (`"bfloat16"`, `"int32"`, ...) and strides in elements of an array; no strides means row-major."""
+    """Shape, dtype name (`"bfloat16"`, `"int32"`, ...) and strides in elements of an array; no strides means row-major.
+
+    `aligned` says whether its first byte is known to lie at a multiple of 16.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     strides: tuple[int, ...] = ()
+    aligned: bool = True
 
     def __post_init__(self):
         if len(self.strides) != len(self.shape):
@@ -83,6 +87,7 @@ class Problem:
     has_sink: bool = False
     num_splits: int | None = None
     out_strides: tuple[int, int, int] | None = None  # None: row-major
+    aligned: bool = True  # q and kv_cache are known to start at multiples of 16 bytes
 
     @property
     def out_shape(self) -> tuple[int, int, int, int]:
@@ -384,4 +389,5 @@ def make_problem(
         has_sink=attn_sink is not None,
         num_splits=num_splits,
         out_strides=out_strides,
+        aligned=q.aligned and kv_cache.aligned,
     )

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import triton
+from triton.experimental.gluon._runtime import GluonJITFunction
 
 from tests.compiling import (
     Compilation,
@@ -44,8 +45,9 @@ def check(case: Compilation) -> Compiled:
     """Compiles a launch and checks what holds everywhere."""
     result = compile_launch(case.plan, case.launch)
     assert result.shared_memory <= case.facts.shared_memory
-    assert result.num_warps == case.launch.num_warps
-    assert result.threads == 32 * case.launch.num_warps
+    specialised = isinstance(case.launch.kernel, GluonJITFunction)  # its launch says the warps of the first partition
+    assert result.num_warps > case.launch.num_warps if specialised else result.num_warps == case.launch.num_warps
+    assert result.threads == 32 * result.num_warps
     assert result.registers * result.threads <= REGISTERS
     return result
 

@@ -6,6 +6,7 @@ jax = pytest.importorskip("jax")
 
 import mla_jax
 from mla_jax import jax_triton_compat as compat
+from mla_jax.choice import IMPLEMENTATIONS
 from mla_kernels.device import KNOWN_DEVICES
 from tests.compiling import Config, compile_launch
 from tests.jax_lowered import TARGETS, kernel_calls
@@ -17,7 +18,8 @@ pytestmark = [
     pytest.mark.skipif(not compat.available(), reason=f"kernels cannot be lowered: {compat.reason()}"),
 ]
 
-CONFIGS = (
+NEEDS_GLUON = pytest.mark.skipif(not compat.gluon_supported(), reason="Gluon kernels need jax-triton 0.4 or later")
+PORTABLE = (
     Config("bf16", 64),
     Config("fp16", 16, fixed=True, one_page=False, causal=True, sink=True),
     Config("bf16", 32, sparse=True, sink=True),
@@ -25,15 +27,23 @@ CONFIGS = (
     Config("v32_fp8", 16, one_page=False),
     Config("model1_fp8", 64, sparse=True, fixed=True, extra=True, sink=True),
 )
+HOPPER = (
+    Config("bf16", 128, sink=True),
+    Config("fp16", 32, fixed=True, one_page=False, causal=True, widths=(512, 512)),
+)
+CONFIGS = [
+    *(pytest.param(config, "triton", id=config.id) for config in PORTABLE),
+    *(pytest.param(config, "hopper", id=f"hopper-{config.id}", marks=NEEDS_GLUON) for config in HOPPER),
+]
 CACHES = ("kv_cache", "extra_kv_cache")
 
 
-def lower(config: Config):
+def lower(config: Config, implementation: str):
     arrays, options = config.call()
     arguments = {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in arrays.items()}
 
     def call(arrays):
-        return mla_jax.decode(**arrays, **options, implementation="triton")
+        return mla_jax.decode(**arrays, **options, implementation=implementation)
 
     with mla_jax.device_facts(DEVICE):
         return jax.jit(call).trace(arguments).lower(lowering_platforms=("cuda",)), arguments
@@ -71,10 +81,10 @@ def uses(module, arguments) -> dict[str, set[str]]:
     return found
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.id)
-def test_lowered(config):
-    plan = config.plan(KNOWN_DEVICES[DEVICE])
-    lowered, arguments = lower(config)
+@pytest.mark.parametrize(("config", "implementation"), CONFIGS)
+def test_lowered(config, implementation):
+    plan = IMPLEMENTATIONS[implementation].plan(config.problem(), KNOWN_DEVICES[DEVICE])
+    lowered, arguments = lower(config, implementation)
     calls = kernel_calls(lowered)
     assert [call.name for call in calls] == [launch.name for launch in plan.launches]
     for call, launch in zip(calls, plan.launches, strict=True):

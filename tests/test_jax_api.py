@@ -18,12 +18,14 @@ import jax.numpy as jnp
 import mla_jax
 from mla_jax import api, choice, device, interpret, jax_triton_compat, traced
 from mla_kernels.device import INTERPRETER, KNOWN_DEVICES, DeviceFacts
-from mla_kernels.launch import Refusal
+from mla_kernels.launch import Refusal, TileDescriptor
 from tests.conftest import INTERPRETED, cuda_devices
 from tests.jax_lowered import kernel_calls
 
 ROOT = Path(__file__).resolve().parent.parent
-H200 = KNOWN_DEVICES["NVIDIA H200"]
+H200, A100 = KNOWN_DEVICES["NVIDIA H200"], KNOWN_DEVICES["NVIDIA A100-SXM4-80GB"]
+FASTEST = "hopper" if jax_triton_compat.gluon_supported() else "triton"  # for a dense call on an H200
+KERNELS = {"hopper": "dense_kernel", "triton": "attend_kernel"}
 RUNS_KERNELS = INTERPRETED or cuda_devices() > 0
 BOTH = [
     pytest.param(
@@ -311,11 +313,27 @@ def choosing(monkeypatch, facts):
 
 @needs_jax_triton
 def test_the_best_for_each_device_comes_first(monkeypatch):
-    for facts, chosen in ((None, "reference"), (INTERPRETER, "triton"), (H200, "triton")):
+    for facts, for_dense, for_sparse in (
+        (None, "reference", "reference"),
+        (INTERPRETER, "triton", "triton"),
+        (H200, FASTEST, "triton"),
+        (A100, "triton", "triton"),
+    ):
         choosing(monkeypatch, facts)
-        explanation = mla_jax.explain(**dense())
-        assert explanation.implementation == chosen
-        assert explanation.facts == facts
+        for call, chosen in ((dense(), for_dense), (dense(d_qk=320) | {"head_dim_v": 256}, for_sparse), (sparse(), for_sparse)):
+            explanation = mla_jax.explain(**call)
+            assert explanation.implementation == chosen
+            assert explanation.facts == facts
+            assert chosen not in explanation.refused
+
+
+@pytest.mark.skipif(jax_triton_compat.gluon_supported(), reason="Gluon kernels can be lowered here")
+def test_where_gluon_kernels_cannot_be_lowered_a_sentence_says_so(monkeypatch):
+    choosing(monkeypatch, H200)
+    (refusal,) = mla_jax.explain(**dense(), implementation=("hopper", "reference")).refused["hopper"]
+    assert "jax-triton" in str(refusal)
+    with pytest.raises(NotImplementedError, match=r"hopper: implementation: .*jax-triton"):
+        mla_jax.explain(**dense(), implementation="hopper")
 
 
 @needs_jax_triton
@@ -363,7 +381,7 @@ def test_a_gpu_does_not_fall_back_to_the_reference_by_itself():
 
 @pytest.mark.parametrize("wrong", ["cuda", "", (), ["triton", "fast"], 3, {"triton"}])
 def test_unknown_implementations(wrong):
-    with pytest.raises(ValueError, match=r"^implementation: expected None, one of 'triton', 'reference' or a sequence"):
+    with pytest.raises(ValueError, match=r"^implementation: expected None, one of 'hopper', 'triton', 'reference' or a seq"):
         mla_jax.decode(**dense(), implementation=wrong)
 
 
@@ -380,9 +398,11 @@ def test_explain():
 @pytest.mark.compile
 def test_explain_for_a_gpu():
     with mla_jax.device_facts("NVIDIA H200"):
-        text = str(mla_jax.explain(**dense()))
-    for words in ("implementation: triton (on CUDA, the reference on other platforms)", "NVIDIA H200", "attend_kernel"):
-        assert words in text
+        for call, chosen in ((dense(), FASTEST), (sparse(), "triton")):
+            text = str(mla_jax.explain(**call))
+            kernel = KERNELS[chosen]
+            for words in (f"implementation: {chosen} (on CUDA, the reference on other platforms)", "NVIDIA H200", kernel):
+                assert words in text
 
 
 # Errors, all of them while tracing
@@ -556,6 +576,7 @@ def uses_of_arguments(lowered):
 
 CUDA_CALLS = [
     *CALLS,
+    pytest.param(lambda: dense(h_q=16, d_qk=512, page_size=64, dtype="float16"), id="dense-d512-fp16"),
     pytest.param(
         lambda: sparse("v32_fp8") | {"kv_cache": jnp.zeros((6, 16, 1, 656), jnp.float8_e4m3fn)}, id="v32_fp8-as-float8"
     ),
@@ -578,9 +599,19 @@ def test_default_path_on_cuda(call):
     assert [c.name for c in calls] == [launch.name for launch in plan.launches]
     for c, launch in zip(calls, plan.launches, strict=True):
         assert c.grid == launch.grid
-        assert c.num_warps == launch.num_warps
+        # A warp-specialised kernel has the warps of all its partitions; it is launched with what its code demands.
+        assert c.num_warps >= launch.num_warps
+        assert f".reqntid {32 * c.num_warps}" in " ".join(c.ptx.split())
         assert c.compute_capability == 90
-        assert tuple(p for p in c.params if p != "pointer") == tuple(s % 2**64 for s in launch.scalars)
+        assert tuple(p for p in c.params if isinstance(p, int)) == tuple(s % 2**64 for s in launch.scalars)
+        described = [x for x in launch.inputs if isinstance(x, TileDescriptor)]
+        assert [(d.shape, d.strides, d.block_shape) for d in c.descriptors] == [
+            (x.shape, (x.row_stride, 1), x.block_shape) for x in described
+        ]
+        assert [p for p in c.params if isinstance(p, str)] == [
+            *("descriptor" if x in described else "pointer" for x in launch.inputs),
+            *("pointer" for _ in launch.outputs),
+        ]
         assert c.aliases == launch.aliases
         assert c.shared_memory <= H200.shared_memory
     text = lowered.as_text(debug_info=True)
@@ -588,7 +619,7 @@ def test_default_path_on_cuda(call):
     for launch in plan.launches:
         assert launch.name in text
     # No copy of a cache: nothing but a kernel reads it.
-    names = {"bfloat16": "bf16", "uint8": "ui8", "int8": "i8", "float8_e4m3fn": "f8E4M3FN"}
+    names = {"bfloat16": "bf16", "float16": "f16", "uint8": "ui8", "int8": "i8", "float8_e4m3fn": "f8E4M3FN"}
     for name in ("kv_cache", "extra_kv_cache"):
         if name in call:
             cache = call[name]
@@ -611,7 +642,7 @@ def test_cuda_under_transformations():
     with mla_jax.device_facts(H200):
         q = jax.ShapeDtypeStruct((5, 3, *call["q"].shape), "bfloat16")
         lowered = jax.jit(steps).trace(q, shapes(rest)).lower(lowering_platforms=("cuda",))
-    attend = next(c for c in kernel_calls(lowered) if c.name == "attend_kernel")
+    attend = next(c for c in kernel_calls(lowered) if c.name == KERNELS[FASTEST])
     assert attend.operands[0] == "tensor<6x1x4x576xbf16>"  # q of three examples of two requests
 
 

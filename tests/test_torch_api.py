@@ -16,7 +16,7 @@ from mla_kernels.launch import Refusal
 from mla_torch import api, launcher
 from tests.torch_calls import assert_same_bits, dense, fresh_cache, recording, sparse
 
-H200 = KNOWN_DEVICES["NVIDIA H200"]
+H200, A100 = KNOWN_DEVICES["NVIDIA H200"], KNOWN_DEVICES["NVIDIA A100-SXM4-80GB"]
 BOTH = [pytest.param("triton", marks=pytest.mark.interpret), "reference"]
 BF16_BOUND = 2**-7  # outputs of order 1, rounded to bf16 twice (P and out)
 
@@ -105,16 +105,35 @@ def test_a_call_without_pages_has_zero_rows():
 
 
 def test_the_best_for_each_device_comes_first(monkeypatch):
-    fresh_cache(monkeypatch)
-    call = dense()
-    for interpreted, facts, chosen in ((False, None, "reference"), (True, INTERPRETER, "triton"), (False, H200, "triton")):
+    for interpreted, facts, for_dense, for_sparse in (
+        (False, None, "reference", "reference"),
+        (True, INTERPRETER, "triton", "triton"),
+        (False, H200, "hopper", "triton"),
+        (False, A100, "triton", "triton"),
+    ):
         fresh_cache(monkeypatch)
         monkeypatch.setattr(launcher, "INTERPRETED", interpreted)
-        if facts is H200:
-            monkeypatch.setattr(launcher, "device_facts", lambda device: H200)
-        explanation = mla_torch.explain(**call)
-        assert explanation.implementation == chosen
-        assert explanation.facts == facts
+        if facts in (H200, A100):
+            monkeypatch.setattr(launcher, "device_facts", lambda device, facts=facts: facts)
+        for call, chosen in ((dense(), for_dense), (dense(d_qk=320) | {"head_dim_v": 256}, for_sparse), (sparse(), for_sparse)):
+            explanation = mla_torch.explain(**call)
+            assert explanation.implementation == chosen
+            assert explanation.facts == facts
+            assert chosen not in explanation.refused
+
+
+def test_a_cache_that_tma_cannot_read_is_left_to_the_portable_kernels(monkeypatch):
+    """The same shapes and strides, another address: the choice is made anew."""
+    fresh_cache(monkeypatch)
+    monkeypatch.setattr(launcher, "device_facts", lambda device: H200)
+    call = dense()
+    assert mla_torch.explain(**call).implementation == "hopper"
+    cache = call["kv_cache"]
+    flat = cache.new_empty(cache.numel() + 1)
+    explanation = mla_torch.explain(**call | {"kv_cache": flat[1:].view(cache.shape)})
+    assert explanation.implementation == "triton"
+    assert "16 bytes" in str(explanation.refused["hopper"][0])
+    assert mla_torch.explain(**call).implementation == "hopper"
 
 
 def test_a_name_forces_an_implementation_and_a_sequence_is_an_order(monkeypatch):
@@ -158,26 +177,28 @@ def test_a_further_implementation_is_one_entry(monkeypatch):
     assert (mla_torch.decode(**dense(h_q=16))[0] == 1).all()
     explanation = mla_torch.explain(**dense(h_q=4))
     assert explanation.implementation == "triton"
-    assert explanation.refused == {"fast": (Refusal("q", "16 heads or more"),)}
+    assert explanation.refused["fast"] == (Refusal("q", "16 heads or more"),)
+    assert set(explanation.refused) == {"fast", "hopper"}
     assert "refused fast: q: 16 heads or more" in str(explanation)
     assert len(kernel.launches) == 1
 
 
 @pytest.mark.parametrize("implementation", ["cuda", "", ["triton", "cuda"], [], (), 3, {"triton": 1}, [None]])
 def test_unknown_implementations_are_named(implementation):
-    with pytest.raises(ValueError, match=r"implementation: expected .*'triton'.*'reference'"):
+    with pytest.raises(ValueError, match=r"implementation: expected .*'hopper', 'triton', 'reference'"):
         mla_torch.decode(**dense(), implementation=implementation)
 
 
 # Explaining
 
 
-def test_explain_accounts_for_a_plan(monkeypatch):
+@pytest.mark.parametrize(("implementation", "kernel"), [("hopper", "dense_kernel"), ("triton", "attend_kernel")])
+def test_explain_accounts_for_a_plan(implementation, kernel, monkeypatch):
     fresh_cache(monkeypatch)
     monkeypatch.setattr(launcher, "device_facts", lambda device: H200)
     call = dense(b=4, h_q=128, page_size=64)
-    explanation = mla_torch.explain(**call)
-    assert explanation.implementation == "triton"
+    explanation = mla_torch.explain(**call, implementation=implementation)
+    assert explanation.implementation == implementation
     assert explanation.plan.problem.h_q == 128
     assert explanation.plan.details
     scratch = {name: b for name, b in explanation.plan.buffers.items() if name not in ("out", "lse")}
@@ -185,7 +206,7 @@ def test_explain_accounts_for_a_plan(monkeypatch):
     keys = 4 * 3 * 64
     assert explanation.max_keys == (keys, 0)
     text = str(explanation)
-    for piece in ("implementation: triton", "b=4", "h_q=128", "NVIDIA H200", "attend_kernel", "num_splits", "scratch"):
+    for piece in (f"implementation: {implementation}", "b=4", "h_q=128", "NVIDIA H200", kernel, "num_splits", "scratch"):
         assert piece in text
     assert f"{keys * 2 * 128 * (576 + 512) / 1e6:.4g} MFLOP" in text
 

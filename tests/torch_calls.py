@@ -7,7 +7,7 @@ import torch
 
 import mla_torch
 from mla_kernels.device import INTERPRETER
-from mla_kernels.launch import Buffer, Launch, Plan
+from mla_kernels.launch import Buffer, Launch, Plan, Refusal
 from mla_torch import api, launcher
 
 
@@ -71,7 +71,7 @@ def fresh_cache(monkeypatch):
 
 
 def recording(monkeypatch, facts=INTERPRETER, inputs=("q", "kv_cache", "table", "lengths", "softmax_scale"), grid=(2, 1, 1)):
-    """Makes "triton" a plan of one launch of a `Recorder`, for tensors of the CPU."""
+    """Makes "triton" a plan of one launch of a `Recorder`, for tensors of the CPU; nothing faster serves any call."""
     fresh_cache(monkeypatch)
     kernel = Recorder()
     made = []
@@ -88,6 +88,8 @@ def recording(monkeypatch, facts=INTERPRETER, inputs=("q", "kv_cache", "table", 
 
     entry = replace(api.IMPLEMENTATIONS["triton"], refusals=lambda problem, facts: (), plan=plan)
     monkeypatch.setitem(api.IMPLEMENTATIONS, "triton", entry)
+    slower = replace(api.IMPLEMENTATIONS["hopper"], refusals=lambda problem, facts: (Refusal("q", "is recorded"),))
+    monkeypatch.setitem(api.IMPLEMENTATIONS, "hopper", slower)
     monkeypatch.setattr(launcher, "device_facts", lambda device: facts)
     kernel.plans = made
     return kernel

@@ -197,6 +197,7 @@ class Compiled:
       threads: of a block, as the PTX demands them.
       shared_memory: bytes of a block.
       spill_stores, spill_loads: bytes.
+      log: all that ptxas said.
     """
 
     ptx: str
@@ -207,6 +208,7 @@ class Compiled:
     registers: int
     spill_stores: int
     spill_loads: int
+    log: str
 
 
 def compile_launch(plan: Plan, launch: Launch) -> Compiled:
@@ -236,6 +238,7 @@ def compile_launch(plan: Plan, launch: Launch) -> Compiled:
         registers=int(registers[0]),
         spill_stores=int(spills[0][0]),
         spill_loads=int(spills[0][1]),
+        log=log.getvalue(),
     )
 
 
@@ -264,3 +267,48 @@ def loops(code: list[tuple[int, str]]) -> list[list[str]]:
             target = int(jump.group(1), 16)
             bodies.append([inner for place, inner in code if target <= place <= at])
     return sorted(bodies, key=len)
+
+
+def _reachable(start: int, edges: list[list[int]], within: set[int]) -> set[int]:
+    found, todo = {start}, [start]
+    while todo:
+        for other in edges[todo.pop()]:
+            if other in within and other not in found:
+                found.add(other)
+                todo.append(other)
+    return found
+
+
+def innermost_loops(code: list[tuple[int, str]], word: str) -> list[list[str]]:
+    """The instructions of each loop that has `word` in one of them, and in none of the loops within it.
+
+    By the flow of control: what waits for a barrier lies far from the loop that it belongs to.
+    """
+    place = {at: i for i, (at, _) in enumerate(code)}
+    after: list[list[int]] = [[] for _ in code]
+    before: list[list[int]] = [[] for _ in code]
+    for i, (_, text) in enumerate(code):
+        always = not text.startswith("@")
+        jump = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
+        ends = re.search(r"\b(EXIT|RET|BRX)\b", text) is not None
+        targets = [place[int(jump.group(1), 16)]] if jump else []
+        if not (always and (jump or ends)) and i + 1 < len(code):
+            targets.append(i + 1)
+        for target in targets:
+            after[i].append(target)
+            before[target].append(i)
+
+    def search(nodes: set[int]) -> list[set[int]]:
+        found = []
+        left = {i for i in nodes if word in code[i][1]}
+        while left:
+            start = left.pop()
+            loop = _reachable(start, after, nodes) & _reachable(start, before, nodes)
+            left -= loop
+            if len(loop) == 1 and start not in after[start]:
+                continue
+            heads = {i for i in loop if any(other not in loop for other in before[i])}
+            found += (search(loop - heads) if heads else []) or [loop]
+        return found
+
+    return [[code[i][1] for i in sorted(loop)] for loop in search(set(range(len(code))))]

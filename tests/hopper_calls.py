@@ -1,0 +1,53 @@
+"""Dense calls for the Hopper path, as problems: nothing is allocated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mla_kernels.device import KNOWN_DEVICES
+from mla_kernels.launch import Launch, Plan
+from mla_kernels.problem import Problem, TensorSpec, make_problem, row_major_strides
+
+H200 = KNOWN_DEVICES["NVIDIA H200"]
+PAGES = 1000
+
+
+def dense_problem(
+    *,
+    batch: int = 4,
+    s_q: int = 1,
+    h_q: int = 128,
+    h_kv: int = 1,
+    d_qk: int = 576,
+    dtype: str = "bfloat16",
+    page_size: int = 64,
+    pages: int = PAGES,
+    width: int = 512,
+    sink: bool = False,
+    q_strides: tuple[int, ...] = (),
+    cache_strides: tuple[int, ...] = (),
+    table_strides: tuple[int, ...] = (),
+    aligned: tuple[bool, bool] = (True, True),
+    **options: Any,
+) -> Problem:
+    """`width` is that of the block table; `aligned` goes for q and kv_cache; no strides means row-major."""
+    return make_problem(
+        TensorSpec((batch, s_q, h_q, d_qk), dtype, q_strides, aligned[0]),
+        TensorSpec((pages, page_size, h_kv, d_qk), dtype, cache_strides, aligned[1]),
+        TensorSpec((batch, width), "int32", table_strides),
+        TensorSpec((batch,), "int32"),
+        attn_sink=TensorSpec((h_q,), "float32") if sink else None,
+        **options,
+    )
+
+
+def interleaved(page_size: int, d_qk: int = 576, step: int = 2) -> tuple[int, ...]:
+    """Strides of a cache that is every `step`-th page of a larger one."""
+    page, *rest = row_major_strides((PAGES, page_size, 1, d_qk))
+    return (step * page, *rest)
+
+
+def attend_launch(plan: Plan) -> Launch:
+    """The launch that reads the cache."""
+    (launch,) = (launch for launch in plan.launches if "kv_cache" in launch.input_arrays)
+    return launch

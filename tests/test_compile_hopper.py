@@ -1,0 +1,113 @@
+"""What the compiler makes of the Hopper kernel: registers, shared memory, warps, and main loops that touch no local memory."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from functools import cache
+from typing import Any
+
+import pytest
+import triton
+
+from mla_kernels.hopper import plan as hopper
+from mla_kernels.launch import Plan
+from tests.compiling import Compilation, Compiled, cuobjdump, innermost_loops, instructions
+from tests.hopper_calls import H200, attend_launch, dense_problem
+from tests.test_compile import TILES_CHOSEN_FOR_THIS_TRITON, check
+
+pytestmark = pytest.mark.compile
+
+THREADS_OF_A_WARPGROUP = 128
+
+# Every value of what selects other code, and the pairs that share registers: rows beyond the tile with a causal mask, the
+# sink with whole and split items, the width of the key with either dtype.
+CALLS: dict[str, dict[str, Any]] = {
+    "h128": {},
+    "h16-sink": {"h_q": 16, "sink": True},
+    "h64-p256": {"h_q": 64, "page_size": 256},
+    "h40-p16-causal-sink": {"h_q": 40, "s_q": 3, "page_size": 16, "causal": True, "sink": True},
+    "h16-s4-causal-splits-p32": {"h_q": 16, "s_q": 4, "page_size": 32, "causal": True, "num_splits": 4},
+    "h128-splits-sink": {"num_splits": 7, "sink": True},
+    "h128-d512": {"d_qk": 512},
+    "h128-d512-fp16-causal-splits-p16": {
+        "d_qk": 512, "dtype": "float16", "s_q": 2, "causal": True, "num_splits": 2, "page_size": 16,
+    },
+    "h16-fp16-p16": {"h_q": 16, "dtype": "float16", "page_size": 16},
+    "h64-fp16-p32-sink-causal": {"h_q": 64, "s_q": 2, "dtype": "float16", "page_size": 32, "sink": True, "causal": True},
+}  # fmt: skip
+
+
+@cache
+def plan(call: str) -> Plan:
+    return hopper.plan_dense(dense_problem(**CALLS[call]), H200)
+
+
+@cache
+def compiled(call: str) -> Compiled:
+    return check(Compilation(call, H200, plan(call), attend_launch(plan(call))))
+
+
+def texts(call: str) -> list[tuple[int, str]]:
+    if cuobjdump() is None:
+        pytest.skip("Triton's wheel has no cuobjdump here")
+    return instructions(compiled(call).cubin)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_resources(call):
+    result = compiled(call)
+    assert result.threads == 32 * result.num_warps
+    assert result.shared_memory <= hopper.shared_memory(plan(call).problem.d_qk) <= H200.shared_memory
+    assert "wgmma.mma_async" in result.ptx
+    assert "cp.async.bulk.tensor.2d" in result.ptx
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_every_partition_gets_its_registers(call):
+    """Requests beyond the budget are dropped in silence, by Triton all of them and by ptxas each."""
+    result = compiled(call)
+    entries = [int(n) for n in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", result.ptx)]
+    warpgroups = result.threads // THREADS_OF_A_WARPGROUP
+    base = 65_536 // result.threads // 8 * 8
+    below, above = {n for n in entries if n < base}, {n for n in entries if n >= base}
+    assert above and below, entries  # the products' partitions take what the fetching one gives up
+    # Entering the partitions: two that multiply, and one or more that fetch, within what the block was launched with.
+    largest = min(n for n in above)
+    assert 2 * largest + (warpgroups - 2) * min(below) <= base * warpgroups
+    assert result.registers <= base
+    assert "setmaxnreg" not in result.log
+    if cuobjdump() is not None:
+        assert sum("USETMAXREG" in text for _, text in texts(call)) == len(entries)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_products_run_on_tensor_cores_side_by_side(call):
+    """Both warpgroups have a loop of their own, and ptxas did not serialise what is asynchronous in it."""
+    code = texts(call)
+    loops = innermost_loops(code, "HGMMA")
+    products = [sum("HGMMA" in text for text in loop) for loop in loops]
+    # Of a block of 64 keys: QK by columns of 16 into 64 x 64, and P.V of both blocks by keys of 16 into 64 x 256.
+    assert products == [plan(call).problem.d_qk // 16 + 2 * 64 // 16] * 2
+    assert "serialized" not in compiled(call).log
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_main_loops_use_no_local_memory(call):
+    loops = innermost_loops(texts(call), "HGMMA")
+    accesses = [len([text for text in loop if re.search(r"\b(LDL|STL)\b", text)]) for loop in loops]
+    if TILES_CHOSEN_FOR_THIS_TRITON:
+        assert accesses == [0, 0]
+    elif any(accesses):
+        said = f"{call}: {accesses} accesses to local memory in the main loops with Triton {triton.__version__}"
+        warnings.warn(said, stacklevel=2)
+        assert max(accesses) <= 8  # known: some registers are reloaded among some 1,400 instructions
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_nothing_is_spilled(call):
+    result = compiled(call)
+    if not TILES_CHOSEN_FOR_THIS_TRITON and result.spill_stores:
+        warnings.warn(f"{call}: spills {result.spill_stores} bytes with Triton {triton.__version__}", stacklevel=2)
+        return
+    assert (result.spill_stores, result.spill_loads) == (0, 0)

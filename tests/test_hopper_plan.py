@@ -1,0 +1,288 @@
+"""What the Hopper path serves, what it refuses in words, and that its plans describe the arrays of the call."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mla_kernels.choose import choose
+from mla_kernels.device import INTERPRETER, KNOWN_DEVICES
+from mla_kernels.hopper import plan as hopper
+from mla_kernels.launch import TileDescriptor
+from mla_kernels.plan import plan_decode
+from mla_kernels.plan import refusals as portable_refusals
+from mla_kernels.problem import INT32_MAX, Problem, TensorSpec, make_problem
+from mla_kernels.schedule import num_slots, schedule_size
+from tests.arg_specs import real_specs, spec_id
+from tests.hopper_calls import H200, PAGES, attend_launch, dense_problem, interleaved
+from tests.inputs import make_inputs
+
+FEW_SMS = replace(H200, name="a small Hopper", multiprocessors=3)
+
+
+def sparse_problem() -> Problem:
+    q, cache = TensorSpec((4, 1, 128, 576), "bfloat16"), TensorSpec((PAGES, 64, 1, 576), "bfloat16")
+    return make_problem(q, cache, indices=TensorSpec((4, 1, 512), "int32"))
+
+
+def quantised_problem(width: int, d_qk: int) -> Problem:
+    return make_problem(
+        TensorSpec((4, 1, 128, d_qk), "bfloat16"),
+        TensorSpec((PAGES, 64, 1, width), "uint8"),
+        TensorSpec((4, 512), "int32"),
+        TensorSpec((4,), "int32"),
+    )
+
+
+def refused(problem: Problem, facts: Any = H200) -> dict[str, str]:
+    """Reasons by argument."""
+    return {refusal.argument: refusal.reason for refusal in hopper.refusals(problem, facts)}
+
+
+SERVED = {
+    **{f"page-{n}": {"page_size": n} for n in (16, 32, 64, 128, 192, 256)},
+    **{f"page-{n}-interleaved": {"page_size": n, "cache_strides": interleaved(n)} for n in (16, 64, 192)},
+    **{f"s{s}-h{h}": {"s_q": s, "h_q": h, "causal": s > 1} for s in (1, 4) for h in (16, 40, 128)},
+    "one-head": {"h_q": 1},
+    "one-of-everything": {"batch": 1, "h_q": 1, "pages": 1, "width": 1},
+    "fp16": {"dtype": "float16"},
+    "d512": {"d_qk": 512},
+    "fp16-d512-interleaved": {"dtype": "float16", "d_qk": 512, "cache_strides": interleaved(64, 512)},
+    "sink-splits": {"sink": True, "num_splits": 7},
+    "rows-apart": {"q_strides": (128 * 640, 128 * 640, 640, 1)},
+    "tokens-apart": {"cache_strides": (64 * 584, 584, 584, 1)},
+    "one-request-of-many": {"batch": 1, "q_strides": (7, 128 * 576, 576, 1)},
+    "one-page-of-many": {"pages": 1, "cache_strides": (1001, 576, 576, 1)},
+    "table-of-a-view": {"table_strides": (1024, 1)},
+}
+
+REFUSED: dict[str, tuple[Any, Any, str, str]] = {  # call, device, argument, what the reason says
+    "interpreter": ({}, INTERPRETER, "q", "interpreted"),
+    "A100": ({}, KNOWN_DEVICES["NVIDIA A100-SXM4-80GB"], "q", r"9\.0, NVIDIA A100-SXM4-80GB has \(8, 0\)"),
+    "B200": ({}, KNOWN_DEVICES["NVIDIA B200"], "q", r"9\.0, NVIDIA B200 has \(10, 0\)"),
+    "little-shared-memory": ({}, replace(H200, shared_memory=200_000), "q", "200000"),
+    "sparse": (sparse_problem, H200, "indices", "dense"),
+    "v32_fp8": (lambda: quantised_problem(656, 576), H200, "kv_cache", "v32_fp8"),
+    "model1_fp8": (lambda: quantised_problem(584, 512), H200, "kv_cache", "model1_fp8"),
+    "d320": ({"d_qk": 320, "head_dim_v": 256}, H200, "q", "320 with 256"),
+    "d_v-256": ({"head_dim_v": 256}, H200, "q", "576 with 256"),
+    "two-kv-heads": ({"h_kv": 2}, H200, "kv_cache", "2"),
+    **{f"page-{n}": ({"page_size": n}, H200, "kv_cache", f"got {n}$") for n in (1, 2, 8, 24, 48, 53, 80, 96, 576 + 32)},
+    "no-pages": ({"pages": 0}, H200, "kv_cache", "at least one page"),
+    "q-unaligned": ({"aligned": (False, True)}, H200, "q", "16 bytes"),
+    "cache-unaligned": ({"aligned": (True, False)}, H200, "q", "kv_cache to start at multiples of 16 bytes"),
+    "heads-at-odd-strides": ({"q_strides": (128 * 580, 128 * 580, 580, 1)}, H200, "q", "strides .*580"),
+    "requests-apart": ({"q_strides": (129 * 576, 129 * 576, 576, 1)}, H200, "q", "equal distances"),
+    "queries-apart": ({"s_q": 2, "q_strides": (256 * 576, 64 * 576, 576, 1)}, H200, "q", "equal distances"),
+    "queries-before-requests": ({"s_q": 2, "q_strides": (128 * 576, 512 * 576, 576, 1)}, H200, "q", "equal distances"),
+    "tokens-at-odd-strides": ({"cache_strides": (64 * 580, 580, 580, 1)}, H200, "kv_cache", "580"),
+    "tokens-that-overlap": ({"cache_strides": (64 * 512, 512, 512, 1)}, H200, "kv_cache", "512"),
+    "pages-between-tokens": ({"cache_strides": (64 * 576 + 8, 576, 576, 1)}, H200, "kv_cache", str(64 * 576 + 8)),
+    "2**31-rows": ({"pages": 2**25 + 1}, H200, "kv_cache", "2\\*\\*31 rows"),
+    "2**31-rows-apart": ({"pages": 2**24 + 2, "cache_strides": interleaved(64)}, H200, "kv_cache", "2\\*\\*31 rows"),
+    "2**31-keys": ({"width": 2**25}, H200, "block_table", "2\\*\\*31 keys"),
+    "table-strides": ({"table_strides": (2**31, 1)}, H200, "block_table", "strides"),
+    "2**31-programs": ({"batch": 2**21, "h_q": 16, "num_splits": 2**10}, H200, "num_splits", "2\\*\\*31 programs"),
+    "2**31-rows-of-q": ({"batch": 2**24, "h_q": 128}, H200, "q", "2\\*\\*31"),
+}
+
+
+@pytest.fixture(autouse=True)
+def switched_on(monkeypatch):
+    monkeypatch.delenv(hopper.SWITCH, raising=False)
+
+
+@pytest.mark.parametrize("call", SERVED.values(), ids=SERVED)
+def test_served(call):
+    problem = dense_problem(**call)
+    assert hopper.refusals(problem, H200) == ()
+    plan = hopper.plan_dense(problem, H200)
+    assert plan.implementation == "hopper"
+    assert plan.problem is problem
+
+
+@pytest.mark.parametrize(("call", "facts", "argument", "words"), REFUSED.values(), ids=REFUSED)
+def test_refused(call, facts, argument, words):
+    problem = call() if callable(call) else dense_problem(**call)
+    reasons = hopper.refusals(problem, facts)
+    assert [reason.argument for reason in reasons] == [argument]
+    assert re.search(words, reasons[0].reason), reasons[0].reason
+
+
+def test_all_reasons_are_given_at_once():
+    problem = dense_problem(page_size=53, h_kv=2, d_qk=320, head_dim_v=256, aligned=(False, True))
+    found = [refusal.argument for refusal in hopper.refusals(problem, KNOWN_DEVICES["NVIDIA L40S"])]
+    assert sorted(found) == ["kv_cache", "kv_cache", "q", "q", "q"]
+
+
+@pytest.mark.parametrize(("value", "on"), [("0", False), ("1", True), ("", True)])
+def test_the_switch(value, on, monkeypatch):
+    monkeypatch.setenv("MLA_DECODE_HOPPER", value)
+    reasons = hopper.refusals(dense_problem(), H200)
+    assert (reasons == ()) == on
+    if not on:
+        (reason,) = reasons
+        assert str(reason) == "implementation: turned off by MLA_DECODE_HOPPER=0"
+
+
+def implementations() -> list[Any]:
+    found = []
+    if importlib.util.find_spec("torch") is not None:
+        from mla_torch import api
+
+        found.append(pytest.param(api.IMPLEMENTATIONS, id="torch"))
+    if importlib.util.find_spec("jax") is not None:
+        from mla_jax import choice, jax_triton_compat
+
+        why = f"Gluon kernels cannot be lowered here: {jax_triton_compat.reason() or 'jax-triton is older than 0.4'}"
+        old = pytest.mark.skipif(not jax_triton_compat.gluon_supported(), reason=why)
+        found.append(pytest.param(choice.IMPLEMENTATIONS, id="jax", marks=old))
+    return found
+
+
+@pytest.mark.parametrize("known", implementations())
+def test_what_is_chosen_on_an_h200(known):
+    """The front ends' own tests go through `explain`; here it is every call of this file."""
+    calls = [(call, H200) for call in SERVED.values()] + [(call, facts) for call, facts, *_ in REFUSED.values()]
+    chosen = set()
+    for call, facts in calls:
+        problem = call() if callable(call) else dense_problem(**call)
+        reasons = {name: entry.refusals(problem, facts) for name, entry in known.items()}
+        served = not hopper.refusals(problem, facts)
+        portable = not portable_refusals(problem, facts)
+        assert choose(tuple(known), reasons) == ("hopper" if served else "triton" if portable else "reference")
+        chosen.add(choose(tuple(known), reasons))
+    assert {"hopper", "triton"} <= chosen
+    assert known["hopper"].automatic(H200) and not known["hopper"].automatic(None)
+
+
+def problem_of(spec: Any) -> Problem:
+    arrays, options = {}, {}
+    for name, x in make_inputs(spec).as_call().items():
+        if hasattr(x, "strides"):
+            arrays[name] = TensorSpec(x.shape, x.dtype.name, tuple(stride // x.itemsize for stride in x.strides))
+        else:
+            options[name] = x
+    return make_problem(**arrays, **options)
+
+
+@pytest.mark.parametrize("spec", [s for s in real_specs() if not s.sparse and s.format in ("bf16", "fp16")], ids=spec_id)
+def test_specs_of_real_size(spec):
+    """Everything that DeepSeek's models ask for is served, whatever the layout."""
+    pages = spec.page_size in (16, 32) or spec.page_size % 64 == 0
+    if pages and (spec.d_qk, spec.d_v, spec.h_kv) in ((576, 512, 1), (512, 512, 1)) and not spec.views:
+        assert refused(problem_of(spec)) == {}
+    else:
+        assert set(refused(problem_of(spec))) <= {"q", "kv_cache"}
+
+
+def descriptors(plan: Any) -> dict[str, TileDescriptor]:
+    return {x.array: x for x in attend_launch(plan).inputs if isinstance(x, TileDescriptor)}
+
+
+@pytest.mark.parametrize("call", SERVED.values(), ids=SERVED)
+def test_the_descriptors_describe_the_arrays(call):
+    problem = dense_problem(**call)
+    plan = hopper.plan_dense(problem, H200)
+    found = descriptors(plan)
+    assert set(found) == {"q", "kv_cache"}
+    for tile in found.values():
+        assert all(extent <= 256 for extent in tile.block_shape)  # what TMA takes
+        assert 2 * tile.block_shape[1] == 128  # the swizzle
+        assert tile.row_stride % 8 == 0 and tile.row_stride >= tile.shape[1]
+        assert tile.shape[1] % tile.block_shape[1] == 0
+        assert max(tile.shape) <= INT32_MAX
+    rows = problem.s_q * problem.h_q
+    q, k = found["q"], found["kv_cache"]
+    assert q.shape == (problem.batch * rows, problem.d_qk)
+    assert k.shape[1] == problem.d_qk
+    cache, constants = problem.cache, attend_launch(plan).constexprs
+    assert constants["PAGE_SIZE"] == cache.page_size
+    # Where an element lies in memory, by the array's strides and by the descriptor.
+    for request in (0, problem.batch - 1):
+        for query in (0, problem.s_q - 1):
+            for head in (0, problem.h_q - 1):
+                at = sum(i * s for i, s in zip((request, query, head), problem.q_strides, strict=True))
+                at -= 0 if problem.batch > 1 else request * problem.q_strides[0]
+                assert ((request * problem.s_q + query) * problem.h_q + head) * q.row_stride == at
+    for page in (0, cache.num_pages - 1):
+        for slot in (0, cache.page_size - 1):
+            row = page * constants["PAGE_ROWS"] + slot
+            assert row < k.shape[0]
+            assert row * k.row_stride == page * cache.page_stride + slot * cache.token_stride
+    assert k.shape[0] == (cache.num_pages - 1) * constants["PAGE_ROWS"] + cache.page_size  # not a row behind the array
+    # Boxes do not cross pages, and a tile is whole boxes.
+    assert cache.page_size % k.block_shape[0] == 0
+    assert constants["UNIT"] % k.block_shape[0] == 0
+
+
+@pytest.mark.parametrize("facts", [H200, FEW_SMS], ids=lambda facts: facts.name)
+@pytest.mark.parametrize("s_q", [1, 4])
+@pytest.mark.parametrize("h_q", [16, 40, 128])
+@pytest.mark.parametrize("batch", [1, 3, 132, 1000])
+def test_grid_schedule_and_scratch(batch, h_q, s_q, facts):
+    """All programs run at once, however many requests there are: those that wait for a turn could not be balanced."""
+    problem = dense_problem(batch=batch, h_q=h_q, s_q=s_q, sink=True)
+    plan = hopper.plan_dense(problem, facts)
+    schedule, attend, combine = plan.launches[0], attend_launch(plan), plan.launches[-1]
+    rows = s_q * h_q
+    tiles = -(-rows // 64)
+    programs = plan.details["programs"]
+    assert attend.constexprs["ROW_TILES"] == tiles
+    launched, rest = divmod(attend.grid[0], tiles)
+    assert attend.grid[1:] == (1, 1) and rest == 0
+    assert launched == max(facts.multiprocessors // tiles, 1)
+    assert attend.grid[0] <= max(facts.multiprocessors, tiles)
+    assert schedule.scalars[:3] == (batch, programs, launched)
+    assert plan.buffers["schedule"].shape == (schedule_size(programs, launched, batch),)
+    slots = num_slots(programs, batch) if programs > 1 else 0
+    assert slots <= programs + batch
+    assert plan.details["scratch_bytes"] == 4 * slots * rows * 513
+    if slots:
+        assert plan.buffers["partial_out"].shape == (slots * rows, 512)
+        assert plan.buffers["partial_lse"].shape == (slots * rows,)
+        assert combine.name == "combine_kernel"
+        assert combine.scalars[0] == plan.buffers["schedule"].shape[0] - 1 - 3 * max(min(batch, programs - 1), 1)
+    else:
+        assert combine is attend
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 7, 1000])
+def test_fixed_splits(num_splits):
+    problem = dense_problem(batch=5, s_q=2, num_splits=num_splits, page_size=32)
+    plan = hopper.plan_dense(problem, H200)
+    attend = attend_launch(plan)
+    assert attend.grid == (5 * num_splits * 4, 1, 1)
+    assert attend.constexprs["UNIT"] == 32  # pages
+    assert attend.scalars[-1] == num_splits
+    assert [launch.name for launch in plan.launches] == ["dense_kernel"] + ["combine_kernel"] * (num_splits > 1)
+    assert "schedule" not in plan.buffers
+    assert plan.buffers["partial_out"].shape == ((5 * num_splits * 256, 512) if num_splits > 1 else (1, 512))
+
+
+@pytest.mark.parametrize("d_qk", [512, 576])
+def test_shared_memory_fits_a_hopper(d_qk):
+    assert hopper.shared_memory(d_qk) <= H200.shared_memory
+
+
+def test_results_are_those_of_the_portable_plan():
+    """Shapes and dtypes of the results, and the strides of the caller's `out`."""
+    out = TensorSpec((4, 2, 16, 512), "bfloat16", (16384, 8192, 512, 1))
+    problem = dense_problem(s_q=2, h_q=16, out=out)
+    plan, portable = hopper.plan_dense(problem, H200), plan_decode(problem, H200)
+    for name in ("out", "lse"):
+        assert plan.buffers[name] == portable.buffers[name]
+    for name in ("S_Q", "H_Q", "HAS_SINK", "OUT_STRIDE_B", "OUT_STRIDE_S", "OUT_STRIDE_H"):
+        assert attend_launch(plan).constexprs[name] == attend_launch(portable).constexprs[name]
+
+
+def test_overrides_are_checked():
+    for name in hopper.Tuning.__dataclass_fields__:
+        with pytest.raises(ValueError, match=f"^{name}: expected"):
+            hopper.plan_dense(dense_problem(), H200, {name: -1})
+    with pytest.raises(TypeError):
+        hopper.plan_dense(dense_problem(), H200, {"no_such_field": 1})

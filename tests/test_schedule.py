@@ -2,11 +2,13 @@
 
 import heapq
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from mla_kernels.device import DeviceFacts
+from mla_kernels.hopper.plan import plan_dense
 from mla_kernels.plan import plan_decode
 from mla_kernels.problem import TensorSpec, make_problem
 from mla_kernels.schedule import WORK_FIELDS, num_slots, schedule_kernel, schedule_size
@@ -38,14 +40,16 @@ class Schedule:
     splits: list[tuple[int, int, int]]
     units: np.ndarray  # of each item
     programs: int
+    launched: int  # programs, idle ones included
     slots: int  # in the scratch of the plan
     fixed_cost: int
     split_cost: int
 
     @property
     def whole(self) -> bool:
-        """One program per item."""
-        return all(piece.lo == 0 and piece.slot < 0 and piece.program == piece.item for piece in self.pieces)
+        """As many items for every program, one after the other."""
+        each = -(-len(self.units) // self.launched)
+        return all(piece.lo == 0 and piece.slot < 0 and piece.program == piece.item // each for piece in self.pieces)
 
     @property
     def quota(self) -> int:
@@ -62,8 +66,11 @@ class Schedule:
         return max(workers)
 
 
-def plan_of(items, programs, *, s_q=0, topk=0, extra_topk=0, has_length=True, pages=PAGES):
-    """A plan of 16 heads for a device of `programs` multiprocessors: dense, or sparse with `s_q` queries a request."""
+def plan_of(items, programs, *, s_q=0, topk=0, extra_topk=0, has_length=True, pages=PAGES, plan=plan_decode):
+    """A plan of 16 heads for a device of `programs` multiprocessors: dense, or sparse with `s_q` queries a request.
+
+    That of the portable kernels launches a program for every item at least, that of the Hopper path no more than `programs`.
+    """
     cache = TensorSpec((PAGES, PAGE_SIZE, 1, 576), "bfloat16")
     facts = DeviceFacts("a device", (9, 0), programs, 232_448)
     if not s_q:
@@ -85,14 +92,14 @@ def plan_of(items, programs, *, s_q=0, topk=0, extra_topk=0, has_length=True, pa
             topk_length=TensorSpec((batch,), "int32") if has_length else None,
             **more,
         )
-    return plan_decode(problem, facts)
+    return plan(problem, facts)
 
 
 def run(plan, lengths, extra_lengths=None) -> Schedule:
     """Runs the schedule kernel of a plan, checks its memory, and reads it as the attention kernel does."""
     step = plan.launches[0]
     assert step.kernel is schedule_kernel
-    problem, details = plan.problem, plan.details
+    problem, constants = plan.problem, step.constexprs
     memory = Memory()
     raw = memory.array(plan.buffers["schedule"].shape, "int32")
     lengths = np.asarray(lengths, np.int32)
@@ -101,7 +108,7 @@ def run(plan, lengths, extra_lengths=None) -> Schedule:
     launch(step, arrays)
     memory.assert_guards_hold()
 
-    unit = details["block_n"]
+    unit = constants["UNIT"]
     counts = [np.clip(lengths.astype(np.int64), 0, problem.max_tokens)]
     if not problem.has_length:
         counts = [np.full_like(counts[0], problem.max_tokens)]
@@ -110,12 +117,13 @@ def run(plan, lengths, extra_lengths=None) -> Schedule:
     units = np.maximum(sum(-(-count // unit) for count in counts), 1)
     if problem.sparse:
         units = np.repeat(units, problem.s_q)
-    items, programs = len(units), details["programs"]
-    assert raw.size == schedule_size(programs, items)
-    workers = max(programs, items)
+    items, programs, launched = step.scalars[:3]
+    assert items == len(units)
+    assert launched in (programs, max(programs, items))
+    assert raw.size == schedule_size(programs, launched, items)
     pieces = []
     for program, (first, last, first_unit, end_unit, first_slot, last_slot) in enumerate(
-        raw[: FIELDS * workers].reshape(workers, FIELDS).tolist()
+        raw[: FIELDS * launched].reshape(launched, FIELDS).tolist()
     ):
         for item in range(first, last + 1):
             assert 0 <= item < items
@@ -123,15 +131,14 @@ def run(plan, lengths, extra_lengths=None) -> Schedule:
             hi = min(end_unit, int(units[item])) if item == last else int(units[item])
             slot = first_slot if item == first else last_slot if item == last else -1
             pieces.append(Piece(item, lo, hi, slot, program))
-    count = int(raw[FIELDS * workers])
-    entries = raw[FIELDS * workers + 1 :][: 3 * count].reshape(count, 3)
-    assert (raw[FIELDS * workers + 1 + 3 * count :] == GUARD).all()  # nothing behind the list
-    rows = problem.h_kv * plan.launches[-1].constexprs["ROWS"]
+    count = int(raw[FIELDS * launched])
+    entries = raw[FIELDS * launched + 1 :][: 3 * count].reshape(count, 3)
+    assert (raw[FIELDS * launched + 1 + 3 * count :] == GUARD).all()  # nothing behind the list
+    rows = problem.h_q * (1 if problem.sparse else problem.s_q)
     parts = plan.buffers["partial_out"].shape[0]
     slots = parts // rows if programs > 1 else 0
-    return Schedule(
-        pieces, [tuple(e) for e in entries.tolist()], units, programs, slots, details["fixed_cost"], details["split_cost"]
-    )
+    splits = [tuple(e) for e in entries.tolist()]
+    return Schedule(pieces, splits, units, programs, launched, slots, constants["FIXED_COST"], constants["SPLIT_COST"])
 
 
 def assert_valid(schedule: Schedule) -> None:
@@ -165,6 +172,8 @@ def assert_valid(schedule: Schedule) -> None:
         # A program pays the fixed cost of the piece it begins with, which its stretch does not count.
         assert schedule.makespan() <= schedule.quota + schedule.fixed_cost
     else:
+        for piece, after in pairwise(schedule.pieces):
+            assert after.item == piece.item + 1
         # Whole items save the cost of splitting; for that they may take longer by some blocks, whatever the sizes.
         assert schedule.makespan() <= schedule.quota + 3 * (schedule.fixed_cost + schedule.split_cost)
 
@@ -190,22 +199,53 @@ def draw_lengths(rng: np.random.Generator, batch: int, most: int) -> np.ndarray:
     return lengths.astype(np.int32)
 
 
+both_plans = pytest.mark.parametrize(
+    "plan", [pytest.param(plan_decode, id="program-per-item"), pytest.param(plan_dense, id="persistent")]
+)
+
+
+@both_plans
 @pytest.mark.parametrize("programs", [1, 2, 3, 7, 16, 17])
 @pytest.mark.parametrize("seed", range(3))
-def test_few_programs(programs, seed):
+def test_few_programs(programs, seed, plan):
     rng = np.random.default_rng([programs, seed])
     for _ in range(40):
-        batch = int(rng.integers(1, 20))
-        assert_valid(run(plan_of(batch, programs, pages=64), draw_lengths(rng, batch, 4096)))
+        batch = int(rng.integers(1, 60 if plan is plan_dense else 20))
+        assert_valid(run(plan_of(batch, programs, pages=64, plan=plan), draw_lengths(rng, batch, 4096)))
 
 
+@both_plans
 @pytest.mark.parametrize("programs", [66, 108, 132, 264])
 @pytest.mark.parametrize("seed", range(3))
-def test_programs_of_a_card(programs, seed):
+def test_programs_of_a_card(programs, seed, plan):
     rng = np.random.default_rng([programs, seed])
     for _ in range(25):
         batch = int(rng.integers(1, 300)) if rng.integers(2) else int(rng.integers(1, 20))
-        assert_valid(run(plan_of(batch, programs), draw_lengths(rng, batch, PAGES * PAGE_SIZE)))
+        assert_valid(run(plan_of(batch, programs, plan=plan), draw_lengths(rng, batch, PAGES * PAGE_SIZE)))
+
+
+@pytest.mark.parametrize("programs", [1, 6, 132])
+def test_persistent_programs_take_items_one_after_the_other(programs):
+    """Whole items: all programs but the last ones have as many, and idle ones have none."""
+    for batch in (1, programs, programs + 1, 2 * programs, 3 * programs - 1, 5 * programs + 1):
+        schedule = run(plan_of(batch, programs, plan=plan_dense), np.full(batch, 1))
+        assert_valid(schedule)
+        assert schedule.launched == programs
+        if not schedule.whole:
+            continue
+        each = -(-batch // programs)
+        counts = np.bincount([piece.program for piece in schedule.pieces], minlength=programs).tolist()
+        busy = -(-batch // each)
+        assert counts == [each] * (busy - 1) + [batch - each * (busy - 1)] + [0] * (programs - busy)
+        assert schedule.makespan() <= schedule.quota + schedule.fixed_cost + schedule.split_cost
+
+
+@pytest.mark.parametrize("programs", [6, 132])
+def test_one_item_too_many_is_split(programs):
+    """Left whole, one program would take twice as long as all others."""
+    schedule = run(plan_of(programs + 1, programs, plan=plan_dense), np.full(programs + 1, 100_000))
+    assert not schedule.whole
+    assert_valid(schedule)
 
 
 @pytest.mark.parametrize("programs", [1, 6, 66, 132])
@@ -222,18 +262,20 @@ def test_queries_with_indices_and_an_extra_scope(programs):
 @pytest.mark.parametrize("programs", [6, 132])
 @pytest.mark.parametrize("rounds", [1, 2, 3])
 @pytest.mark.parametrize("length", [0, 1, 4096, 100_000])
-def test_a_full_card_of_equal_lengths_stays_whole(programs, rounds, length):
-    schedule = run(plan_of(programs * rounds, programs), np.full(programs * rounds, length))
+@both_plans
+def test_a_full_card_of_equal_lengths_stays_whole(programs, rounds, length, plan):
+    schedule = run(plan_of(programs * rounds, programs, plan=plan), np.full(programs * rounds, length))
     assert schedule.whole
     assert schedule.splits == []
     assert_valid(schedule)
 
 
+@both_plans
 @pytest.mark.parametrize("programs", [6, 66, 132])
-def test_load_follows_the_lengths(programs):
+def test_load_follows_the_lengths(programs, plan):
     """One plan serves a batch as it goes from all short to one long request, and stays balanced."""
     batch = 24
-    plan = plan_of(batch, programs)
+    plan = plan_of(batch, programs, plan=plan)
     for longest in [0, 1, 64, 1000, 10_000, 100_000, PAGES * PAGE_SIZE]:
         for where in (0, 11, batch - 1):
             lengths = np.full(batch, 60)
@@ -247,29 +289,32 @@ def test_load_follows_the_lengths(programs):
 
 @pytest.mark.parametrize("lengths", [[0], [1], [262_144], [0, 0], [262_144, 0], [0, 262_144]])
 @pytest.mark.parametrize("programs", [1, 2, 132])
-def test_batches_of_one_and_two(lengths, programs):
-    assert_valid(run(plan_of(len(lengths), programs), lengths))
+@both_plans
+def test_batches_of_one_and_two(lengths, programs, plan):
+    assert_valid(run(plan_of(len(lengths), programs, plan=plan), lengths))
 
 
+@both_plans
 @pytest.mark.parametrize(("kind", "programs"), [("equal", 132), ("ragged", 16), ("one long", 16)])
-def test_seventy_thousand_requests(kind, programs):
+def test_seventy_thousand_requests(kind, programs, plan):
     batch = 70_000
     lengths = np.full(batch, 130)
     if kind == "ragged":
         lengths = np.random.default_rng(0).integers(0, 4000, batch)
     elif kind == "one long":
         lengths[-1] = PAGES * PAGE_SIZE
-    schedule = run(plan_of(batch, programs), lengths)
+    schedule = run(plan_of(batch, programs, plan=plan), lengths)
     assert_valid(schedule)
     assert schedule.whole == (kind == "equal")
 
 
+@both_plans
 @pytest.mark.parametrize("programs", [7, 132])
-def test_totals_beyond_32_bits(programs):
+def test_totals_beyond_32_bits(programs, plan):
     """The units of all requests together need 64 bits."""
     batch, pages = 3000, 2**31 // PAGE_SIZE - 64
-    schedule = run(plan_of(batch, programs, pages=pages), np.full(batch, 2**31 - 1))
-    assert int(schedule.units.sum()) * PAGE_SIZE > 2**42
+    schedule = run(plan_of(batch, programs, pages=pages, plan=plan), np.full(batch, 2**31 - 1))
+    assert int(schedule.units.sum()) > 2**35
     assert not schedule.whole
     assert_valid(schedule)
 

@@ -47,6 +47,11 @@ def interleaved(page_size: int, d_qk: int = 576, step: int = 2) -> tuple[int, ..
     return (step * page, *rest)
 
 
+def scalars_of(launch: Launch) -> dict[str, int]:
+    """By the names of the kernel's parameters."""
+    return dict(zip(launch.kernel.arg_names[len(launch.inputs) :], launch.scalars, strict=False))
+
+
 def attend_launch(plan: Plan) -> Launch:
     """The launch that reads the cache."""
     (launch,) = (launch for launch in plan.launches if "kv_cache" in launch.input_arrays)

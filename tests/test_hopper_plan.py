@@ -18,7 +18,7 @@ from mla_kernels.plan import refusals as portable_refusals
 from mla_kernels.problem import INT32_MAX, Problem, TensorSpec, make_problem
 from mla_kernels.schedule import num_slots, schedule_size
 from tests.arg_specs import real_specs, spec_id
-from tests.hopper_calls import H200, PAGES, attend_launch, dense_problem, interleaved
+from tests.hopper_calls import H200, PAGES, attend_launch, dense_problem, interleaved, scalars_of
 from tests.inputs import make_inputs
 
 FEW_SMS = replace(H200, name="a small Hopper", multiprocessors=3)
@@ -228,7 +228,7 @@ def test_grid_schedule_and_scratch(batch, h_q, s_q, facts):
     """All programs run at once, however many requests there are: those that wait for a turn could not be balanced."""
     problem = dense_problem(batch=batch, h_q=h_q, s_q=s_q, sink=True)
     plan = hopper.plan_dense(problem, facts)
-    schedule, attend, combine = plan.launches[0], attend_launch(plan), plan.launches[-1]
+    attend, combine = attend_launch(plan), plan.launches[-1]
     rows = s_q * h_q
     tiles = -(-rows // 64)
     programs = plan.details["programs"]
@@ -237,8 +237,10 @@ def test_grid_schedule_and_scratch(batch, h_q, s_q, facts):
     assert attend.grid[1:] == (1, 1) and rest == 0
     assert launched == max(facts.multiprocessors // tiles, 1)
     assert attend.grid[0] <= max(facts.multiprocessors, tiles)
-    assert schedule.scalars[:3] == (batch, programs, launched)
-    assert plan.buffers["schedule"].shape == (schedule_size(programs, launched, batch),)
+    assert programs == launched
+    assert (scalars_of(attend)["items"], scalars_of(attend)["programs"]) == (batch, programs)
+    assert plan.buffers["schedule"].shape == (schedule_size(programs, 0, batch),)  # the list of split items alone
+    assert plan.launches[0] is attend  # each program makes the schedule for itself
     slots = num_slots(programs, batch) if programs > 1 else 0
     assert slots <= programs + batch
     assert plan.details["scratch_bytes"] == 4 * slots * rows * 513
@@ -246,7 +248,8 @@ def test_grid_schedule_and_scratch(batch, h_q, s_q, facts):
         assert plan.buffers["partial_out"].shape == (slots * rows, 512)
         assert plan.buffers["partial_lse"].shape == (slots * rows,)
         assert combine.name == "combine_kernel"
-        assert combine.scalars[0] == plan.buffers["schedule"].shape[0] - 1 - 3 * max(min(batch, programs - 1), 1)
+        assert combine.inputs[0] == attend.outputs[-1] == "schedule"
+        assert combine.scalars[:2] == (0, batch)
     else:
         assert combine is attend
 
@@ -258,9 +261,9 @@ def test_fixed_splits(num_splits):
     attend = attend_launch(plan)
     assert attend.grid == (5 * num_splits * 4, 1, 1)
     assert attend.constexprs["UNIT"] == 32  # pages
-    assert attend.scalars[-1] == num_splits
+    assert scalars_of(attend)["num_splits"] == num_splits
     assert [launch.name for launch in plan.launches] == ["dense_kernel"] + ["combine_kernel"] * (num_splits > 1)
-    assert "schedule" not in plan.buffers
+    assert plan.buffers["schedule"].shape == (1,)
     assert plan.buffers["partial_out"].shape == ((5 * num_splits * 256, 512) if num_splits > 1 else (1, 512))
 
 

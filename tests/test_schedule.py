@@ -1,4 +1,7 @@
-"""The schedule kernel, interpreted as the plan launches it, against its definition in plain Python."""
+"""The schedule, made as a plan makes it, against its definition in plain Python.
+
+That of the portable plan is made by a kernel, which is interpreted; that of the Hopper path by each program for itself.
+"""
 
 import heapq
 from dataclasses import dataclass
@@ -8,10 +11,13 @@ import numpy as np
 import pytest
 
 from mla_kernels.device import DeviceFacts
+from mla_kernels.hopper import schedule as hopper_schedule
 from mla_kernels.hopper.plan import plan_dense
 from mla_kernels.plan import plan_decode
 from mla_kernels.problem import TensorSpec, make_problem
 from mla_kernels.schedule import WORK_FIELDS, num_slots, schedule_kernel, schedule_size
+from tests.gluon_numpy import Pointer, on_numpy, tensor
+from tests.hopper_calls import scalars_of
 from tests.kernel_runs import INTERPRET, Memory, launch
 
 pytestmark = INTERPRET
@@ -95,19 +101,28 @@ def plan_of(items, programs, *, s_q=0, topk=0, extra_topk=0, has_length=True, pa
     return plan(problem, facts)
 
 
+def stretches(step, lengths, raw) -> list[tuple[int, ...]]:
+    """What each program of the Hopper kernel makes for itself; the first one writes the list of split items to `raw`."""
+    of_call, constants = scalars_of(step), step.constexprs
+    programs = of_call["programs"]
+    made = []
+    for program in range(programs):
+        fields = on_numpy(hopper_schedule).stretch(
+            tensor(program), Pointer(lengths), of_call["items"], programs, of_call["max_tokens"], Pointer(raw), program == 0,
+            constants["UNIT"], constants["FIXED_COST"], constants["SPLIT_COST"], constants["ITEM_CHUNK"],
+        )  # fmt: skip
+        made.append(tuple(int(field) for field in fields))
+    return made
+
+
 def run(plan, lengths, extra_lengths=None) -> Schedule:
-    """Runs the schedule kernel of a plan, checks its memory, and reads it as the attention kernel does."""
+    """Makes the schedule of a plan, checks the memory, and reads it as the attention kernel does."""
     step = plan.launches[0]
-    assert step.kernel is schedule_kernel
-    problem, constants = plan.problem, step.constexprs
+    problem, constants, programs = plan.problem, step.constexprs, plan.details["programs"]
     memory = Memory()
     raw = memory.array(plan.buffers["schedule"].shape, "int32")
     lengths = np.asarray(lengths, np.int32)
     extra = lengths if extra_lengths is None else np.asarray(extra_lengths, np.int32)
-    arrays = {"schedule": raw, "lengths": lengths, "table": lengths, "extra_lengths": extra}
-    launch(step, arrays)
-    memory.assert_guards_hold()
-
     unit = constants["UNIT"]
     counts = [np.clip(lengths.astype(np.int64), 0, problem.max_tokens)]
     if not problem.has_length:
@@ -117,28 +132,41 @@ def run(plan, lengths, extra_lengths=None) -> Schedule:
     units = np.maximum(sum(-(-count // unit) for count in counts), 1)
     if problem.sparse:
         units = np.repeat(units, problem.s_q)
-    items, programs, launched = step.scalars[:3]
-    assert items == len(units)
-    assert launched in (programs, max(programs, items))
-    assert raw.size == schedule_size(programs, launched, items)
+    items = len(units)
+
+    if step.kernel is schedule_kernel:
+        launch(step, {"schedule": raw, "lengths": lengths, "table": lengths, "extra_lengths": extra})
+        launched = listed = max(programs, items)
+        work = raw[: FIELDS * listed].reshape(listed, FIELDS).tolist()
+    else:
+        launched, listed = programs, 0
+        assert step.grid == (programs, 1, 1)  # 16 heads are one tile
+        work = stretches(step, lengths, raw)
+    memory.assert_guards_hold()
+    assert raw.size == schedule_size(programs, listed, items)
     pieces = []
-    for program, (first, last, first_unit, end_unit, first_slot, last_slot) in enumerate(
-        raw[: FIELDS * launched].reshape(launched, FIELDS).tolist()
-    ):
+    for program, (first, last, first_unit, end_unit, first_slot, last_slot) in enumerate(work):
         for item in range(first, last + 1):
             assert 0 <= item < items
             lo = first_unit if item == first else 0
             hi = min(end_unit, int(units[item])) if item == last else int(units[item])
             slot = first_slot if item == first else last_slot if item == last else -1
             pieces.append(Piece(item, lo, hi, slot, program))
-    count = int(raw[FIELDS * launched])
-    entries = raw[FIELDS * launched + 1 :][: 3 * count].reshape(count, 3)
-    assert (raw[FIELDS * launched + 1 + 3 * count :] == GUARD).all()  # nothing behind the list
+    count = int(raw[FIELDS * listed])
+    entries = raw[FIELDS * listed + 1 :][: 3 * count].reshape(count, 3)
+    assert (raw[FIELDS * listed + 1 + 3 * count :] == GUARD).all()  # nothing behind the list
     rows = problem.h_q * (1 if problem.sparse else problem.s_q)
-    parts = plan.buffers["partial_out"].shape[0]
-    slots = parts // rows if programs > 1 else 0
-    splits = [tuple(e) for e in entries.tolist()]
-    return Schedule(pieces, splits, units, programs, launched, slots, constants["FIXED_COST"], constants["SPLIT_COST"])
+    slots = plan.buffers["partial_out"].shape[0] // rows if programs > 1 else 0
+    return Schedule(
+        pieces,
+        [tuple(e) for e in entries.tolist()],
+        units,
+        programs,
+        launched,
+        slots,
+        constants["FIXED_COST"],
+        constants["SPLIT_COST"],
+    )
 
 
 def assert_valid(schedule: Schedule) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from mla_kernels.choose import Refusals, choose, requested
 from mla_kernels.device import DeviceFacts
+from mla_kernels.hopper import plan as hopper
 from mla_kernels.launch import Plan, Refusal
 from mla_kernels.plan import plan_decode, refusals
 from mla_kernels.problem import Problem
@@ -30,6 +31,15 @@ class Implementation:
     plan: Callable[[Problem, DeviceFacts], Plan] | None = None
 
 
+def _hopper_refusals(problem: Problem, facts: DeviceFacts | None) -> Refusals:
+    if facts is None:
+        return (Refusal("q", "the kernels need a CUDA device (or mla_jax.device_facts to lower for one elsewhere)"),)
+    if not facts.interpreted and not jax_triton_compat.gluon_supported():
+        reason = jax_triton_compat.reason() or "Gluon kernels need jax-triton 0.4 or later"
+        return (Refusal("implementation", reason),)
+    return hopper.refusals(problem, facts)
+
+
 def _triton_refusals(problem: Problem, facts: DeviceFacts | None) -> Refusals:
     if facts is None:
         reason = (
@@ -39,11 +49,12 @@ def _triton_refusals(problem: Problem, facts: DeviceFacts | None) -> Refusals:
         return (Refusal("q", reason),)
     if not facts.interpreted and not jax_triton_compat.available():
         return (Refusal("q", f"the kernels need jax-triton: {jax_triton_compat.reason()}"),)
-    return tuple(refusals(problem, facts))
+    return refusals(problem, facts)
 
 
 # Best first.  An implementation is one entry here; all else follows from the entry.
 IMPLEMENTATIONS: dict[str, Implementation] = {
+    "hopper": Implementation(_hopper_refusals, automatic=lambda facts: facts is not None, plan=hopper.plan_dense),
     "triton": Implementation(_triton_refusals, automatic=lambda facts: facts is not None, plan=plan_decode),
     # A GPU user who gets the reference has asked for it: it is slow enough to be taken for a fault.
     "reference": Implementation(lambda problem, facts: (), automatic=lambda facts: facts is None or facts.interpreted),

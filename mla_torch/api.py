@@ -12,6 +12,7 @@ from torch._subclasses import FakeTensor
 
 from mla_kernels.choose import Explanation, choose, requested
 from mla_kernels.device import DeviceFacts
+from mla_kernels.hopper import plan as hopper
 from mla_kernels.launch import Plan, Refusal
 from mla_kernels.plan import plan_decode, refusals
 from mla_kernels.problem import Problem, TensorSpec, make_problem
@@ -43,15 +44,22 @@ class Implementation:
     plan: Callable[[Problem, DeviceFacts], Plan] | None = None
 
 
+def _hopper_refusals(problem: Problem, facts: DeviceFacts | None) -> Refusals:
+    if facts is None:
+        return (Refusal("q", "the kernels need tensors on a CUDA device"),)
+    return hopper.refusals(problem, facts)
+
+
 def _triton_refusals(problem: Problem, facts: DeviceFacts | None) -> Refusals:
     if facts is None:
         reason = "the kernels need tensors on a CUDA device (or on the CPU, where TRITON_INTERPRET=1 was set before the import)"
         return (Refusal("q", reason),)
-    return tuple(refusals(problem, facts))
+    return refusals(problem, facts)
 
 
 # Best first.  An implementation is one entry here; all else follows from the entry.
 IMPLEMENTATIONS: dict[str, Implementation] = {
+    "hopper": Implementation(_hopper_refusals, automatic=lambda facts: facts is not None, plan=hopper.plan_dense),
     "triton": Implementation(_triton_refusals, automatic=lambda facts: facts is not None, plan=plan_decode),
     # A GPU user who gets the reference has asked for it: it is slow enough to be taken for a fault.
     "reference": Implementation(lambda problem, facts: (), automatic=lambda facts: facts is None or facts.interpreted),

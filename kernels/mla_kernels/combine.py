@@ -59,25 +59,26 @@ def combine_kernel(
             item = tl.load(split)
             first_slot = tl.load(split + 1)
             pieces = tl.load(split + 2)
+        # In one pass, so that nothing is waited for twice.
         piece = tl.arange(0, BLOCK_PARTS)
-
         top = float("-inf")
-        for start in range(0, pieces, BLOCK_PARTS):
-            part = (first_slot + start + piece).to(tl.int64) * ALL_ROWS + packed_row
-            lse = tl.load(partial_lse_ptr + part, mask=start + piece < pieces, other=float("-inf"))
-            top = tl.maximum(top, tl.max(lse, 0))
-        top = tl.where(top == float("-inf"), 0.0, top)
-
         total = 0.0
         acc = tl.zeros([BLOCK_D], tl.float32)
         for start in range(0, pieces, BLOCK_PARTS):
             part = (first_slot + start + piece).to(tl.int64) * ALL_ROWS + packed_row
-            lse = tl.load(partial_lse_ptr + part, mask=start + piece < pieces, other=float("-inf"))
-            weight = tl.exp2((lse - top) * LOG2E)
-            total += tl.sum(weight, 0)
-            mask = (lse != float("-inf"))[:, None] & (col < D_V)[None, :]
-            value = tl.load(partial_out_ptr + part[:, None] * D_V + col[None, :], mask=mask, other=0.0)
-            acc += tl.sum(value * weight[:, None], 0)
+            mask = start + piece < pieces
+            lse = tl.load(partial_lse_ptr + part, mask=mask, other=float("-inf"))
+            value = tl.load(
+                partial_out_ptr + part[:, None] * D_V + col[None, :], mask=mask[:, None] & (col < D_V)[None, :], other=0.0
+            )
+            value = tl.where((lse != float("-inf"))[:, None], value, 0.0)
+            top_new = tl.maximum(top, tl.max(lse, 0))
+            base = tl.where(top_new == float("-inf"), 0.0, top_new)
+            weight = tl.exp2((lse - base) * LOG2E)
+            alpha = tl.exp2((top - base) * LOG2E)
+            total = total * alpha + tl.sum(weight, 0)
+            acc = acc * alpha + tl.sum(value * weight[:, None], 0)
+            top = top_new
 
         empty = total == 0.0
         total = tl.where(empty, 1.0, total)  # an empty row has acc == 0

@@ -7,11 +7,10 @@ from math import gcd
 from typing import Any
 
 from .attend import attend_kernel
-from .combine import combine_kernel
 from .device import DeviceFacts
-from .launch import Buffer, Launch, Plan, Refusal
-from .problem import INT32_MAX, CacheSpec, Problem, row_major_strides
-from .schedule import WORK_FIELDS, num_slots, schedule_kernel, schedule_size
+from .launch import Launch, Plan, Refusal
+from .problem import INT32_MAX, CacheSpec, Problem
+from .work import Geometry, Work, cdiv, power_of_two
 
 MAX_D_V = 512
 MAX_REST = 128  # columns of a key beyond d_v
@@ -48,39 +47,6 @@ class Tiles:
                 raise ValueError(f"{name}: expected a power of two of at least 16 (num_warps: 1), got {value}")
 
 
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length() if n > 0 else 0
-
-
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-@dataclass(frozen=True)
-class _Geometry:
-    """How a problem falls into items, rows and tiles."""
-
-    items: int  # independent softmaxes over one list of keys: requests, or (request, query) pairs
-    queries: int  # items per request
-    group: int  # query heads per key-value head
-    rows: int  # packed rows of an item and key-value head
-    block_c: int  # columns of the value part, padded to a power of two
-    block_r: int  # columns of the rest of the key, padded; 0 if there is none
-
-    @staticmethod
-    def of(problem: Problem) -> _Geometry:
-        group = problem.h_q // problem.h_kv
-        rest = problem.d_qk - problem.d_v
-        return _Geometry(
-            items=problem.batch * (problem.s_q if problem.sparse else 1),
-            queries=problem.s_q if problem.sparse else 1,
-            group=group,
-            rows=group if problem.sparse else group * problem.s_q,
-            block_c=max(_power_of_two(problem.d_v), 16),
-            block_r=max(_power_of_two(rest), 16) if rest else 0,
-        )
-
-
 def refusals(problem: Problem, facts: DeviceFacts) -> tuple[Refusal, ...]:
     """Why the portable kernels do not serve `problem` on this device; empty if they do."""
     found = []
@@ -100,8 +66,8 @@ def refusals(problem: Problem, facts: DeviceFacts) -> tuple[Refusal, ...]:
     if tokens > most:
         found.append(Refusal(table, f"room for at most {most} keys a row, got {tokens}"))
     if not found:
-        geometry = _Geometry.of(problem)
-        programs = geometry.items * (problem.num_splits or 1) * problem.h_kv * _cdiv(geometry.rows, 16)
+        geometry = Geometry.of(problem)
+        programs = geometry.items * (problem.num_splits or 1) * problem.h_kv * cdiv(geometry.rows, 16)
         if programs > INT32_MAX:
             found.append(Refusal("num_splits" if problem.num_splits else "q", f"fewer than 2**31 programs, got {programs}"))
     return tuple(found)
@@ -148,7 +114,7 @@ def _tile_candidates(problem: Problem, facts: DeviceFacts, rows: int) -> tuple[T
     return first + _OTHER_TILES[size][quantised + (quantised and problem.d_qk == problem.d_v)]
 
 
-def _shared_memory(tiles: Tiles, problem: Problem, geometry: _Geometry, facts: DeviceFacts) -> int:
+def _shared_memory(tiles: Tiles, problem: Problem, geometry: Geometry, facts: DeviceFacts) -> int:
     """An upper estimate of a program's shared memory in bytes: q, the blocks of keys in flight or in use, and P."""
     width = 2 * (geometry.block_c + geometry.block_r)
     ahead = max(1, (tiles.num_stages - 1) // 2)  # of the stages one half is for the indices of the keys
@@ -164,9 +130,9 @@ def _shared_memory(tiles: Tiles, problem: Problem, geometry: _Geometry, facts: D
 
 def choose_tiles(problem: Problem, facts: DeviceFacts, overrides: dict[str, int] | None = None) -> Tiles:
     """Tile sizes by rows per item and device, the first candidate that fits the shared memory."""
-    geometry = _Geometry.of(problem)
+    geometry = Geometry.of(problem)
     if facts.interpreted:
-        chosen = Tiles(_power_of_two(min(max(geometry.rows, 16), 64)), 64, 4, 1)
+        chosen = Tiles(power_of_two(min(max(geometry.rows, 16), 64)), 64, 4, 1)
     else:
         candidates = _tile_candidates(problem, facts, geometry.rows)
         fitting = (t for t in candidates if _shared_memory(t, problem, geometry, facts) <= facts.shared_memory)
@@ -183,8 +149,8 @@ def _static_splits(tokens: tuple[int, int], items: int, programs: int, tiles: Ti
     """Splits of each item when every item has the same, statically known, number of keys."""
     best, best_time = 1, None
     for splits in range(1, max(1, programs) + 1):
-        blocks = _cdiv(_cdiv(sum(tokens), splits), tiles.block_n) + (1 if tokens[1] else 0)
-        time = _cdiv(items * splits, programs) * (blocks + tiles.fixed_cost) + (tiles.split_cost if splits > 1 else 0)
+        blocks = cdiv(cdiv(sum(tokens), splits), tiles.block_n) + (1 if tokens[1] else 0)
+        time = cdiv(items * splits, programs) * (blocks + tiles.fixed_cost) + (tiles.split_cost if splits > 1 else 0)
         if best_time is None or time < best_time:
             best, best_time = splits, time
     return best
@@ -225,166 +191,85 @@ def plan_decode(problem: Problem, facts: DeviceFacts, overrides: dict[str, int] 
 
     `overrides` replaces fields of `Tiles`.  The problem must not be empty, and `refusals` must be.
     """
-    geometry = _Geometry.of(problem)
+    geometry = Geometry.of(problem)
     tiles = choose_tiles(problem, facts, overrides)
     fmt = problem.cache.format
-    items = geometry.items
-    row_tiles = _cdiv(geometry.rows, tiles.block_h)
+    row_tiles = cdiv(geometry.rows, tiles.block_h)
     item_tiles = problem.h_kv * row_tiles
     programs = max(1, facts.multiprocessors * tiles.programs_per_sm // item_tiles)
 
     num_splits = problem.num_splits
     if num_splits is None and problem.sparse and not problem.has_length and not problem.has_extra_length:
-        num_splits = _static_splits((problem.width, problem.extra_width), items, programs, tiles)
-    fixed = num_splits is not None
+        num_splits = _static_splits((problem.width, problem.extra_width), geometry.items, programs, tiles)
     if num_splits is not None:
-        unit = 1 if problem.sparse else problem.cache.page_size
-        total_programs = items * num_splits
-        slots = total_programs if num_splits > 1 else 0
+        work = Work.fixed(problem, num_splits)
     else:
-        unit = tiles.block_n
-        total_programs = max(programs, items)
-        slots = num_slots(programs, items) if programs > 1 else 0
+        work = Work.made(problem, tiles.block_n, programs, max(programs, geometry.items))
 
     has_extra = problem.extra is not None
-    lengths = "lengths" if problem.has_length else "table"
-    extra_lengths = "extra_lengths" if problem.has_extra_length else "table"
     extra_cache, extra_table = ("extra_kv_cache", "extra_table") if has_extra else ("kv_cache", "table")
-    sink = "attn_sink" if problem.has_sink else "softmax_scale"
-    schedule = "table" if fixed else "schedule"
-    lengths_known = {
-        "QUERIES": geometry.queries,
-        "HAS_LENGTH": problem.has_length,
-        "HAS_EXTRA": has_extra,
-        "HAS_EXTRA_LENGTH": problem.has_extra_length,
-    }
-    out_strides = problem.out_strides or row_major_strides(problem.out_shape)[:3]
-    all_rows = problem.h_kv * geometry.rows
-    output_shape = {
-        "S_Q": problem.s_q,
-        "H_Q": problem.h_q,
-        "GROUP": geometry.group,
-        "ROWS": geometry.rows,
-        "KV_HEADS": problem.h_kv,
-        "D_V": problem.d_v,
-        "SPARSE": problem.sparse,
-        "HAS_SINK": problem.has_sink,
-        "OUT_STRIDE_B": out_strides[0],
-        "OUT_STRIDE_S": out_strides[1],
-        "OUT_STRIDE_H": out_strides[2],
-        "FIXED_SPLITS": fixed,
-    }
-    launches = []
-    buffers = {
-        "out": Buffer(problem.out_shape, "float32" if facts.interpreted else problem.dtype),
-        "lse": Buffer(problem.lse_shape, "float32"),
-        "partial_out": Buffer((max(slots, 1) * (all_rows if slots else 1), problem.d_v), "float32"),
-        "partial_lse": Buffer((max(slots, 1) * (all_rows if slots else 1),), "float32"),
-    }
-    if not fixed:
-        buffers["schedule"] = Buffer((schedule_size(programs, items),), "int32")
-        program_block = max(_power_of_two(programs), 16)
-        launches.append(
-            Launch(
-                kernel=schedule_kernel,
-                inputs=(lengths, extra_lengths),
-                scalars=(items, programs, problem.max_tokens, problem.extra_width),
-                outputs=("schedule",),
-                constexprs={
-                    **lengths_known,
-                    "UNIT": unit,
-                    "FIXED_COST": tiles.fixed_cost,
-                    "SPLIT_COST": tiles.split_cost,
-                    "ITEM_CHUNK": 1024 if items > 128 else 128,
-                    "PAIR_CHUNK": max(8192 // program_block, 8),
-                    "PROGRAM_BLOCK": program_block,
-                },
-                grid=(1, 1, 1),
-                num_warps=8,
-                num_stages=1,
-            )
-        )
-    launches.append(
-        Launch(
-            kernel=attend_kernel,
-            inputs=(
-                "q",
-                "kv_cache",
-                "table",
-                lengths,
-                extra_cache,
-                extra_table,
-                extra_lengths,
-                "softmax_scale",
-                sink,
-                schedule,
-            ),
-            scalars=(
-                *problem.table_strides,
-                *problem.extra_table_strides,
-                min(problem.cache.num_slots - 1, INT32_MAX),
-                min(problem.extra.num_slots - 1, INT32_MAX) if problem.extra else -1,
-                problem.max_tokens,
-                problem.extra_width,
-                num_splits or 0,
-            ),
-            outputs=("out", "lse", "partial_out", "partial_lse"),
-            constexprs={
-                **output_shape,
-                "D_QK": problem.d_qk,
-                "CAUSAL": problem.causal,
-                "HAS_LENGTH": problem.has_length,
-                "HAS_EXTRA": has_extra,
-                "HAS_EXTRA_LENGTH": problem.has_extra_length,
-                "Q_STRIDE_B": problem.q_strides[0],
-                "Q_STRIDE_S": problem.q_strides[1],
-                "Q_STRIDE_H": problem.q_strides[2],
-                **_cache_constants(problem.cache),
-                **_cache_constants(problem.extra, "EXTRA_"),
-                "HEAD_STRIDE": problem.cache.head_stride,
-                "SCALE_TILE": fmt.scale_tile,
-                "NUM_SCALES": fmt.num_scales,
-                "SCALE_E8M0": fmt.scale_dtype == "e8m0",
-                "ROPE_OFFSET": fmt.rope_offset,
-                "ROW_ALIGN": _row_alignment(problem),
-                "INTERPRETED": facts.interpreted,
-                "NATIVE_FP8": facts.capability >= (8, 9),
-                "UNIT": unit,
-                "ONE_PAGE": _one_page(problem, tiles, unit),
-                # A sum across warps in every block costs more than a tile of sums, while registers last.
-                "LATE_SUM": tiles.block_h <= 32,
-                "ROW_TILES": row_tiles,
-                "BLOCK_H": tiles.block_h,
-                "BLOCK_N": tiles.block_n,
-                "BLOCK_C": geometry.block_c,
-                "BLOCK_R": geometry.block_r,
-            },
-            grid=(total_programs * item_tiles, 1, 1),
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
-        )
+    attend = Launch(
+        kernel=attend_kernel,
+        inputs=(
+            "q",
+            "kv_cache",
+            "table",
+            work.lengths,
+            extra_cache,
+            extra_table,
+            work.extra_lengths,
+            "softmax_scale",
+            work.sink,
+            work.schedule,
+        ),
+        scalars=(
+            *problem.table_strides,
+            *problem.extra_table_strides,
+            min(problem.cache.num_slots - 1, INT32_MAX),
+            min(problem.extra.num_slots - 1, INT32_MAX) if problem.extra else -1,
+            problem.max_tokens,
+            problem.extra_width,
+            num_splits or 0,
+        ),
+        outputs=("out", "lse", "partial_out", "partial_lse"),
+        constexprs={
+            **work.output_constants(),
+            "D_QK": problem.d_qk,
+            "CAUSAL": problem.causal,
+            "HAS_LENGTH": problem.has_length,
+            "HAS_EXTRA": has_extra,
+            "HAS_EXTRA_LENGTH": problem.has_extra_length,
+            "Q_STRIDE_B": problem.q_strides[0],
+            "Q_STRIDE_S": problem.q_strides[1],
+            "Q_STRIDE_H": problem.q_strides[2],
+            **_cache_constants(problem.cache),
+            **_cache_constants(problem.extra, "EXTRA_"),
+            "HEAD_STRIDE": problem.cache.head_stride,
+            "SCALE_TILE": fmt.scale_tile,
+            "NUM_SCALES": fmt.num_scales,
+            "SCALE_E8M0": fmt.scale_dtype == "e8m0",
+            "ROPE_OFFSET": fmt.rope_offset,
+            "ROW_ALIGN": _row_alignment(problem),
+            "INTERPRETED": facts.interpreted,
+            "NATIVE_FP8": facts.capability >= (8, 9),
+            "UNIT": work.unit,
+            "ONE_PAGE": _one_page(problem, tiles, work.unit),
+            # A sum across warps in every block costs more than a tile of sums, while registers last.
+            "LATE_SUM": tiles.block_h <= 32,
+            "ROW_TILES": row_tiles,
+            "BLOCK_H": tiles.block_h,
+            "BLOCK_N": tiles.block_n,
+            "BLOCK_C": geometry.block_c,
+            "BLOCK_R": geometry.block_r,
+        },
+        grid=(work.launched * item_tiles, 1, 1),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
     )
-    if slots:
-        block_d = geometry.block_c if facts.interpreted else min(geometry.block_c, 128)
-        tasks = min(items, slots) * all_rows * _cdiv(problem.d_v, block_d)
-        launches.append(
-            Launch(
-                kernel=combine_kernel,
-                inputs=(schedule, "partial_out", "partial_lse", sink, "out", "lse"),
-                scalars=(WORK_FIELDS.value * total_programs, items, num_splits or 0),
-                outputs=("out", "lse"),
-                constexprs={**output_shape, "BLOCK_PARTS": 32, "BLOCK_D": block_d},
-                grid=(min(tasks, 8 * facts.multiprocessors), 1, 1),
-                num_warps=4,
-                num_stages=1,
-            )
-        )
-    details = {
-        **asdict(tiles),
-        "items": items,
-        "tiles_per_item": item_tiles,
-        "programs": total_programs if fixed else programs,
-        "num_splits": num_splits if fixed else "made on the device",
-        "scratch_bytes": 4 * slots * all_rows * (problem.d_v + 1),
-    }
-    return Plan("triton", problem, facts, tuple(launches), buffers, details)
+    launches = (
+        *work.schedule_launches(tiles.fixed_cost, tiles.split_cost),
+        attend,
+        *work.combine_launches(facts),
+    )
+    details = {**asdict(tiles), "tiles_per_item": item_tiles, **work.details()}
+    return Plan("triton", problem, facts, launches, work.buffers(facts), details)

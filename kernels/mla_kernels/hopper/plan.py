@@ -1,0 +1,183 @@
+"""Planning the dense fast path for Hopper."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass, replace
+
+from ..device import DeviceFacts
+from ..launch import Buffer, Launch, Plan, Refusal, TileDescriptor
+from ..problem import INT32_MAX, Problem
+from ..work import Work, cdiv
+from .dense import dense_kernel
+
+SWITCH = "MLA_DECODE_HOPPER"  # an environment variable: "0" turns the fast paths off
+
+D_V = 512
+ROPE = 64
+ROWS = 64  # of a tile
+BLOCK = 64  # keys
+PANEL = 64  # columns that one TMA box holds
+LEAST_PAGE = 16
+WARPS = 4  # of the first partition; the others are in the kernel
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What can be overridden for experiments.
+
+    Attributes:
+      fixed_cost: what starting and ending an item costs, in pairs of blocks.
+      split_cost: what splitting costs a call, in pairs of blocks.
+      lazy: 1 to keep a running maximum until a score exceeds it by a factor of 2 ** 8.
+    """
+
+    fixed_cost: int = 1
+    split_cost: int = 4
+    lazy: int = 1
+
+    def __post_init__(self):
+        for name, value in asdict(self).items():
+            if not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name}: expected an int of at least 0, got {value!r}")
+
+
+def shared_memory(d_qk: int) -> int:
+    """Bytes of shared memory of a program: queries, two blocks of keys, P0 (P1 lies over the RoPE part of the queries)."""
+    tiles = ROWS * (D_V + ROPE) + 2 * BLOCK * d_qk + ROWS * BLOCK
+    vectors = 4 * 4 * ROWS
+    barriers_and_arguments = 1024
+    return 2 * tiles + vectors + barriers_and_arguments
+
+
+def _stride_refusals(problem: Problem) -> list[Refusal]:
+    """TMA describes q and the cache as matrices: rows at equal distances, all at multiples of 16 bytes."""
+    found = []
+    row = problem.q_strides[2] if problem.h_q > 1 else problem.q_strides[1] if problem.s_q > 1 else problem.q_strides[0]
+    extents = (problem.batch, problem.s_q, problem.h_q)
+    expected = row
+    flat = True
+    for extent, stride in zip(reversed(extents), reversed(problem.q_strides), strict=True):
+        flat = flat and (extent == 1 or stride == expected)
+        expected *= extent
+    if not flat or row % 8:
+        found.append(
+            Refusal("q", f"needs rows at equal distances, multiples of 16 bytes, got strides {list(problem.q_strides)}")
+        )
+    cache = problem.cache
+    if cache.token_stride % 8 or cache.token_stride < problem.d_qk or (cache.num_pages > 1 and cache.page_stride % cache.token_stride):
+        reason = "needs tokens at multiples of 16 bytes and pages at multiples of the token stride"
+        found.append(Refusal("kv_cache", f"{reason}, got strides {[cache.page_stride, cache.token_stride]}"))
+    elif _cache_rows(problem) > INT32_MAX:
+        found.append(Refusal("kv_cache", f"fewer than 2**31 rows, got {_cache_rows(problem)}"))
+    return found
+
+
+def _page_rows(problem: Problem) -> int:
+    """Rows of the matrix that the cache is, from page to page."""
+    cache = problem.cache
+    return cache.page_stride // cache.token_stride if cache.num_pages > 1 else cache.page_size
+
+
+def _cache_rows(problem: Problem) -> int:
+    return (problem.cache.num_pages - 1) * _page_rows(problem) + problem.cache.page_size
+
+
+def refusals(problem: Problem, facts: DeviceFacts) -> tuple[Refusal, ...]:
+    """Why the fast path does not serve `problem` on this device; empty if it does."""
+    found = []
+    if os.environ.get(SWITCH) == "0":
+        found.append(Refusal("implementation", f"turned off by {SWITCH}=0"))
+    if facts.interpreted:
+        found.append(Refusal("q", "Gluon kernels cannot be interpreted"))
+    elif facts.capability != (9, 0):
+        found.append(Refusal("q", f"needs a GPU of compute capability 9.0, {facts.name} has {facts.capability}"))
+    elif facts.shared_memory < shared_memory(problem.d_qk):
+        found.append(Refusal("q", f"needs {shared_memory(problem.d_qk)} bytes of shared memory, got {facts.shared_memory}"))
+    if problem.sparse:
+        found.append(Refusal("indices", "serves dense calls only"))
+    if problem.cache.format.quantised:
+        found.append(Refusal("kv_cache", f"serves bf16 and fp16 caches only, got {problem.cache.format.name}"))
+    if problem.d_v != D_V or problem.d_qk not in (D_V, D_V + ROPE):
+        found.append(Refusal("q", f"needs d_qk 576 or 512 with d_v 512, got {problem.d_qk} with {problem.d_v}"))
+    if problem.h_kv != 1:
+        found.append(Refusal("kv_cache", f"needs one key-value head, got {problem.h_kv}"))
+    size = problem.cache.page_size
+    if size < LEAST_PAGE or (BLOCK % size and size % BLOCK):
+        found.append(Refusal("kv_cache", f"needs pages of 16, 32 or a multiple of 64 tokens, got {size}"))
+    if problem.cache.num_pages == 0:
+        found.append(Refusal("kv_cache", "needs at least one page"))
+    if not problem.aligned:
+        found.append(Refusal("q", "needs q and kv_cache to start at multiples of 16 bytes"))
+    if found:
+        return tuple(found)
+    found += _stride_refusals(problem)
+    if problem.width * size > INT32_MAX - 2 * max(size, 1024):
+        found.append(Refusal("block_table", f"room for fewer than 2**31 keys a row, got {problem.width * size}"))
+    if max(problem.table_strides) > INT32_MAX:
+        found.append(Refusal("block_table", f"strides below 2**31, got {list(problem.table_strides)}"))
+    rows = problem.batch * problem.s_q * problem.h_q
+    programs = problem.batch * (problem.num_splits or 1) * cdiv(problem.s_q * problem.h_q, ROWS)
+    if max(rows, programs) > INT32_MAX - ROWS:
+        found.append(Refusal("num_splits" if problem.num_splits else "q", f"fewer than 2**31 programs, got {programs}"))
+    return tuple(found)
+
+
+def plan_dense(problem: Problem, facts: DeviceFacts, overrides: dict[str, int] | None = None) -> Plan:
+    """The plan of the fast path; `refusals` must be empty.  `overrides` replaces fields of `Tuning`."""
+    tuning = replace(Tuning(), **(overrides or {}))
+    rows = problem.s_q * problem.h_q
+    row_tiles = cdiv(rows, ROWS)
+    programs = max(1, facts.multiprocessors // row_tiles)
+    if problem.num_splits is not None:
+        work = Work.fixed(problem, problem.num_splits)
+    else:
+        work = Work.made_by_each(problem, 2 * BLOCK, programs)
+    cache = problem.cache
+    q_row_stride = problem.q_strides[2] if problem.h_q > 1 else problem.q_strides[1] if problem.s_q > 1 else problem.q_strides[0]
+    constants = work.output_constants()
+    attend = Launch(
+        kernel=dense_kernel,
+        inputs=(
+            TileDescriptor("q", (problem.batch * rows, problem.d_qk), q_row_stride, (ROWS, PANEL)),
+            TileDescriptor(
+                "kv_cache", (_cache_rows(problem), problem.d_qk), cache.token_stride, (min(cache.page_size, BLOCK), PANEL)
+            ),
+            "table",
+            "lengths",
+            "softmax_scale",
+            work.sink,
+        ),
+        scalars=(
+            problem.table_strides[0],
+            problem.max_tokens,
+            problem.batch,
+            work.programs,
+            problem.num_splits or 0,
+        ),
+        outputs=("out", "lse", "partial_out", "partial_lse", "schedule"),
+        constexprs={
+            **{
+                name: constants[name]
+                for name in ("S_Q", "H_Q", "HAS_SINK", "OUT_STRIDE_B", "OUT_STRIDE_S", "OUT_STRIDE_H", "FIXED_SPLITS")
+            },
+            "CAUSAL": problem.causal,
+            "HAS_ROPE": problem.d_qk > D_V,
+            "PAGE_SIZE": cache.page_size,
+            "PAGE_ROWS": _page_rows(problem),
+            "UNIT": work.unit,
+            "FIXED_COST": tuning.fixed_cost,
+            "SPLIT_COST": tuning.split_cost,
+            "ITEM_CHUNK": 1024 if problem.batch > 128 else 128,
+            "ROW_TILES": row_tiles,
+            "LAZY": bool(tuning.lazy),
+        },
+        grid=(work.launched * row_tiles, 1, 1),
+        num_warps=WARPS,
+        num_stages=1,
+    )
+    launches = (attend, *work.combine_launches(facts))
+    details = {**asdict(tuning), "tiles_per_item": row_tiles, **work.details()}
+    # Written by the kernel also where nobody reads it.
+    buffers = {"schedule": Buffer((1,), "int32"), **work.buffers(facts)}
+    return Plan("hopper", problem, facts, launches, buffers, details)

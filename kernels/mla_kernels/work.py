@@ -1,0 +1,226 @@
+"""How the work of a call is shared out and merged again: what the plans of all implementations have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .combine import combine_kernel
+from .device import DeviceFacts
+from .launch import Buffer, Launch
+from .problem import Problem, row_major_strides
+from .schedule import WORK_FIELDS, num_slots, schedule_kernel, schedule_size
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is not below n; 0 for none."""
+    return 1 << (n - 1).bit_length() if n > 0 else 0
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How a problem falls into items, rows and columns.
+
+    Attributes:
+      items: independent softmaxes over one list of keys: requests, or (request, query) pairs.
+      queries: items per request.
+      group: query heads per key-value head.
+      rows: packed rows of an item and key-value head.
+      block_c: columns of the value part, padded to a power of two.
+      block_r: columns of the rest of the key, padded; 0 if there is none.
+    """
+
+    items: int
+    queries: int
+    group: int
+    rows: int
+    block_c: int
+    block_r: int
+
+    @staticmethod
+    def of(problem: Problem) -> Geometry:
+        group = problem.h_q // problem.h_kv
+        rest = problem.d_qk - problem.d_v
+        return Geometry(
+            items=problem.batch * (problem.s_q if problem.sparse else 1),
+            queries=problem.s_q if problem.sparse else 1,
+            group=group,
+            rows=group if problem.sparse else group * problem.s_q,
+            block_c=max(power_of_two(problem.d_v), 16),
+            block_r=max(power_of_two(rest), 16) if rest else 0,
+        )
+
+
+@dataclass(frozen=True)
+class Work:
+    """The programs of a call and the ranges of keys that they take.
+
+    Attributes:
+      num_splits: of every item; None where a schedule is made on the device.
+      unit: keys that a range is counted in.
+      programs: that a schedule makes equal stretches for.
+      launched: programs that are launched, idle ones included.
+      slots: of the scratch, for partial results; 0 if nothing can be split.
+      each_makes: every program makes the schedule for itself; only the list of split items is written.
+    """
+
+    problem: Problem
+    geometry: Geometry
+    num_splits: int | None
+    unit: int
+    programs: int
+    launched: int
+    slots: int
+    each_makes: bool = False
+
+    @staticmethod
+    def made(problem: Problem, unit: int, programs: int, launched: int) -> Work:
+        """By a schedule that is made on the device from the lengths."""
+        geometry = Geometry.of(problem)
+        slots = num_slots(programs, geometry.items) if programs > 1 else 0
+        return Work(problem, geometry, None, unit, programs, launched, slots)
+
+    @staticmethod
+    def made_by_each(problem: Problem, unit: int, programs: int) -> Work:
+        """By a schedule that every program makes for itself."""
+        return replace(Work.made(problem, unit, programs, programs), each_makes=True)
+
+    @staticmethod
+    def fixed(problem: Problem, num_splits: int) -> Work:
+        """Each item in as many ranges, of as many pages or indices."""
+        geometry = Geometry.of(problem)
+        launched = geometry.items * num_splits
+        unit = 1 if problem.sparse else problem.cache.page_size
+        return Work(problem, geometry, num_splits, unit, launched, launched, launched if num_splits > 1 else 0)
+
+    @property
+    def all_rows(self) -> int:
+        """Rows of an item, of all key-value heads."""
+        return self.problem.h_kv * self.geometry.rows
+
+    @property
+    def lengths(self) -> str:
+        """The array of lengths; what a kernel gets in place of an absent array is one that is there."""
+        return "lengths" if self.problem.has_length else "table"
+
+    @property
+    def extra_lengths(self) -> str:
+        return "extra_lengths" if self.problem.has_extra_length else "table"
+
+    @property
+    def sink(self) -> str:
+        return "attn_sink" if self.problem.has_sink else "softmax_scale"
+
+    @property
+    def schedule(self) -> str:
+        return "table" if self.num_splits is not None else "schedule"
+
+    def buffers(self, facts: DeviceFacts) -> dict[str, Buffer]:
+        """Results and scratch."""
+        problem = self.problem
+        rows = self.slots * self.all_rows if self.slots else 1
+        buffers = {
+            "out": Buffer(problem.out_shape, "float32" if facts.interpreted else problem.dtype),
+            "lse": Buffer(problem.lse_shape, "float32"),
+            "partial_out": Buffer((rows, problem.d_v), "float32"),
+            "partial_lse": Buffer((rows,), "float32"),
+        }
+        if self.num_splits is None:
+            size = schedule_size(self.programs, self.listed, self.geometry.items)
+            buffers["schedule"] = Buffer((size,), "int32")
+        return buffers
+
+    @property
+    def listed(self) -> int:
+        """Programs whose work stands in the schedule."""
+        return 0 if self.each_makes else self.launched
+
+    def output_constants(self) -> dict[str, Any]:
+        """What the kernels that write results know of them."""
+        problem = self.problem
+        strides = problem.out_strides or row_major_strides(problem.out_shape)[:3]
+        return {
+            "S_Q": problem.s_q,
+            "H_Q": problem.h_q,
+            "GROUP": self.geometry.group,
+            "ROWS": self.geometry.rows,
+            "KV_HEADS": problem.h_kv,
+            "D_V": problem.d_v,
+            "SPARSE": problem.sparse,
+            "HAS_SINK": problem.has_sink,
+            "OUT_STRIDE_B": strides[0],
+            "OUT_STRIDE_S": strides[1],
+            "OUT_STRIDE_H": strides[2],
+            "FIXED_SPLITS": self.num_splits is not None,
+        }
+
+    def schedule_launches(self, fixed_cost: int, split_cost: int) -> tuple[Launch, ...]:
+        """The making of the schedule; nothing where it is fixed.
+
+        Args:
+          fixed_cost: what starting and ending an item costs, in units.
+          split_cost: what splitting costs a call, in units.
+        """
+        if self.num_splits is not None or self.each_makes:
+            return ()
+        problem, items = self.problem, self.geometry.items
+        program_block = max(power_of_two(self.programs), 16)
+        launch = Launch(
+            kernel=schedule_kernel,
+            inputs=(self.lengths, self.extra_lengths),
+            scalars=(items, self.programs, self.launched, problem.max_tokens, problem.extra_width),
+            outputs=("schedule",),
+            constexprs={
+                "QUERIES": self.geometry.queries,
+                "HAS_LENGTH": problem.has_length,
+                "HAS_EXTRA": problem.extra is not None,
+                "HAS_EXTRA_LENGTH": problem.has_extra_length,
+                "UNIT": self.unit,
+                "FIXED_COST": fixed_cost,
+                "SPLIT_COST": split_cost,
+                "ITEM_CHUNK": 1024 if items > 128 else 128,
+                "PAIR_CHUNK": max(8192 // program_block, 8),
+                "PROGRAM_BLOCK": program_block,
+            },
+            grid=(1, 1, 1),
+            num_warps=8,
+            num_stages=1,
+        )
+        return (launch,)
+
+    def combine_launches(self, facts: DeviceFacts) -> tuple[Launch, ...]:
+        """The merging of partial results; nothing where there can be none."""
+        if not self.slots:
+            return ()
+        items = self.geometry.items
+        # A task is little more than loads that wait for one another: rows are cut only as far as it takes to have tasks for
+        # all multiprocessors, and the fewer columns a task has, the more pieces it loads at once.
+        rows = min(items, self.slots) * self.all_rows
+        block_d = self.geometry.block_c
+        while block_d > 64 and rows * cdiv(self.problem.d_v, block_d) < 4 * facts.multiprocessors:
+            block_d //= 2
+        tasks = rows * cdiv(self.problem.d_v, block_d)
+        launch = Launch(
+            kernel=combine_kernel,
+            inputs=(self.schedule, "partial_out", "partial_lse", self.sink, "out", "lse"),
+            scalars=(WORK_FIELDS.value * self.listed, items, self.num_splits or 0),
+            outputs=("out", "lse"),
+            constexprs={**self.output_constants(), "BLOCK_PARTS": max(4096 // block_d, 8), "BLOCK_D": block_d},
+            grid=(min(tasks, 16 * facts.multiprocessors), 1, 1),
+            num_warps=4,
+            num_stages=1,
+        )
+        return (launch,)
+
+    def details(self) -> dict[str, Any]:
+        """For `explain`."""
+        return {
+            "items": self.geometry.items,
+            "programs": self.programs,
+            "num_splits": "made on the device" if self.num_splits is None else self.num_splits,
+            "scratch_bytes": 4 * self.slots * self.all_rows * (self.problem.d_v + 1),
+        }

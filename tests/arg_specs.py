@@ -137,6 +137,22 @@ REAL_FACTORS = {
     "topk": (0, 1, 64, 100, 512, 2047, 2048),
     "extra": (None, (64, 512, True), (2, 100, False), (64, 1024, False), (256, 65, True)),
 }
+# What DeepSeek's models ask of a dense 16-bit cache, which the Hopper path serves and the cover of everything seldom draws.
+HOPPER_FACTORS: dict[str, tuple[Any, ...]] = {
+    "format": ("bf16", "fp16"),
+    "addressing": ("dense",),
+    "h_q": (128, 16, 40),
+    "page_size": (16, 32, 192, 256),
+    "s_q": (1, 2, 4),
+    "widths": ((576, 512, 1), (512, 512, 1)),
+    "causal": (False, True),
+    "num_splits": (None, 1, 5),
+    "sink": ("none", "finite", "infinite"),
+    "lengths": ("equal", "ragged", "zeros", "wild"),
+    "layout": ("contiguous", "interleaved"),
+    "length": (1, 65, 1000, 4097),
+    "std": (1.0, 0.1, 100.0),
+}
 
 # The work of one call: interpreted tiles of 64 heads and 64 keys (about 0.05 s each), or (query head, key) pairs.
 SMALL_COST = 24
@@ -211,6 +227,12 @@ def small_cost(row: Row) -> int:
 
 def real_cost(row: Row) -> int:
     return _least_batch(row) * row.get("s_q", 1) * row.get("h_q", 1) * _scanned(row, 1)
+
+
+@cache
+def hopper_cover() -> tuple[list[Row], list[Any]]:
+    """Rows of the pairwise cover of what the Hopper path serves."""
+    return cover(HOPPER_FACTORS, lambda row: allowed(row) and real_cost(row) <= REAL_COST, lambda row: 0)
 
 
 def _to_spec(row: Row, batch: int) -> ArgSpec:
@@ -338,7 +360,8 @@ def small_specs() -> tuple[ArgSpec, ...]:
 @cache
 def real_specs() -> tuple[ArgSpec, ...]:
     """Calls of the sizes that a GPU serves."""
-    return _unique([*_specs(real_cover()[0], real_cost, REAL_COST, 8), *production_specs(), *REAL_EXTRAS])
+    rows = [*real_cover()[0], *hopper_cover()[0]]
+    return _unique([*_specs(rows, real_cost, REAL_COST, 8), *production_specs(), *REAL_EXTRAS])
 
 
 def spec_id(spec: ArgSpec) -> str:

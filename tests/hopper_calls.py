@@ -1,12 +1,16 @@
-"""Dense calls for the Hopper path, as problems: nothing is allocated."""
+"""Dense calls for the Hopper path, as problems: nothing is allocated.  And which shared specs it serves."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
+
+import pytest
 
 from mla_kernels.device import KNOWN_DEVICES
 from mla_kernels.launch import Launch, Plan
 from mla_kernels.problem import Problem, TensorSpec, make_problem, row_major_strides
+from tests.arg_specs import ArgSpec
 
 H200 = KNOWN_DEVICES["NVIDIA H200"]
 PAGES = 1000
@@ -45,6 +49,23 @@ def interleaved(page_size: int, d_qk: int = 576, step: int = 2) -> tuple[int, ..
     """Strides of a cache that is every `step`-th page of a larger one."""
     page, *rest = row_major_strides((PAGES, page_size, 1, d_qk))
     return (step * page, *rest)
+
+
+def served(spec: ArgSpec) -> bool:
+    """Whether the Hopper path serves a spec with the strides that PyTorch's arrays have."""
+    pages = spec.page_size in (16, 32) or spec.page_size % 64 == 0
+    model = spec.format in ("bf16", "fp16") and (spec.d_v, spec.h_kv) == (512, 1) and spec.d_qk in (512, 576)
+    # Views of q lie in a larger array, queries first: rows at equal distances only along one dimension.
+    rows = not spec.views or sum(extent > 1 for extent in (spec.batch, spec.s_q, spec.h_q)) < 2
+    return not spec.sparse and model and pages and rows and spec.layout in ("contiguous", "interleaved")
+
+
+def by_implementation(specs: Iterable[ArgSpec]) -> pytest.MarkDecorator:
+    """Each spec with every implementation that has kernels for it, the best first."""
+    cases = [(spec, name) for spec in specs for name in ("hopper",) * served(spec) + ("triton",)]
+    return pytest.mark.parametrize(
+        ("spec", "implementation"), [pytest.param(*case, id=f"{case[0].id}-{case[1]}") for case in cases]
+    )
 
 
 def scalars_of(launch: Launch) -> dict[str, int]:

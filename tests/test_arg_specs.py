@@ -8,7 +8,7 @@ import pytest
 
 from mla_kernels.problem import TensorSpec, make_problem
 from tests import arg_specs
-from tests.arg_specs import REAL_FACTORS, SMALL_FACTORS, ArgSpec, allowed, real_specs, small_specs, spec_id
+from tests.arg_specs import HOPPER_FACTORS, REAL_FACTORS, SMALL_FACTORS, ArgSpec, allowed, real_specs, small_specs, spec_id
 from tests.inputs import Inputs, PagedCache, make_inputs
 from tests.pairwise import all_pairs, cover, pairs_of
 
@@ -40,6 +40,12 @@ def test_every_pair_that_can_be_is_covered(specs, factors):
     assert len(contradictions) < 0.06 * len(all_pairs(factors))
     free = {"addressing", "h_q", "page_size", "s_q", "length", "num_splits", "sink", "layout", "std", "lengths", "views"}
     assert not {pair for pair in contradictions if pair[0] in free and pair[2] in free}
+
+
+def test_every_pair_of_what_the_hopper_path_serves_is_covered():
+    rows = [as_row(spec, HOPPER_FACTORS) for spec in REAL if not spec.views and not spec.sparse]
+    shown = set().union(*(pairs_of(row, HOPPER_FACTORS) for row in rows))
+    assert set(all_pairs(HOPPER_FACTORS)) <= shown
 
 
 def test_the_matrix_holds_the_sizes_asked_for():

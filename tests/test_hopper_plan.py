@@ -17,10 +17,11 @@ from mla_kernels.plan import plan_decode
 from mla_kernels.plan import refusals as portable_refusals
 from mla_kernels.problem import INT32_MAX, Problem, TensorSpec, make_problem
 from mla_kernels.schedule import num_slots, schedule_size
-from tests.arg_specs import real_specs, spec_id
-from tests.hopper_calls import H200, PAGES, attend_launch, dense_problem, interleaved, scalars_of
+from tests.arg_specs import HOPPER_FACTORS, ArgSpec, real_specs, small_specs, spec_id
+from tests.hopper_calls import H200, PAGES, attend_launch, dense_problem, interleaved, scalars_of, served
 from tests.inputs import make_inputs
 
+HAS_TORCH = importlib.util.find_spec("torch") is not None
 FEW_SMS = replace(H200, name="a small Hopper", multiprocessors=3)
 
 
@@ -36,11 +37,6 @@ def quantised_problem(width: int, d_qk: int) -> Problem:
         TensorSpec((4, 512), "int32"),
         TensorSpec((4,), "int32"),
     )
-
-
-def refused(problem: Problem, facts: Any = H200) -> dict[str, str]:
-    """Reasons by argument."""
-    return {refusal.argument: refusal.reason for refusal in hopper.refusals(problem, facts)}
 
 
 SERVED = {
@@ -131,7 +127,7 @@ def test_the_switch(value, on, monkeypatch):
 
 def implementations() -> list[Any]:
     found = []
-    if importlib.util.find_spec("torch") is not None:
+    if HAS_TORCH:
         from mla_torch import api
 
         found.append(pytest.param(api.IMPLEMENTATIONS, id="torch"))
@@ -160,24 +156,37 @@ def test_what_is_chosen_on_an_h200(known):
     assert known["hopper"].automatic(H200) and not known["hopper"].automatic(None)
 
 
-def problem_of(spec: Any) -> Problem:
+def problem_of(spec: ArgSpec) -> Problem:
+    """With PyTorch's strides where it is installed; numpy's arrays are no views of q."""
+    call = make_inputs(spec).to_torch() if HAS_TORCH else make_inputs(spec).as_call()
     arrays, options = {}, {}
-    for name, x in make_inputs(spec).as_call().items():
-        if hasattr(x, "strides"):
-            arrays[name] = TensorSpec(x.shape, x.dtype.name, tuple(stride // x.itemsize for stride in x.strides))
-        else:
+    for name, x in call.items():
+        if not hasattr(x, "shape"):
             options[name] = x
+        elif HAS_TORCH:
+            arrays[name] = TensorSpec(tuple(x.shape), str(x.dtype).removeprefix("torch."), x.stride(), x.data_ptr() % 16 == 0)
+        else:
+            arrays[name] = TensorSpec(x.shape, x.dtype.name, tuple(stride // x.itemsize for stride in x.strides))
     return make_problem(**arrays, **options)
 
 
-@pytest.mark.parametrize("spec", [s for s in real_specs() if not s.sparse and s.format in ("bf16", "fp16")], ids=spec_id)
-def test_specs_of_real_size(spec):
-    """Everything that DeepSeek's models ask for is served, whatever the layout."""
-    pages = spec.page_size in (16, 32) or spec.page_size % 64 == 0
-    if pages and (spec.d_qk, spec.d_v, spec.h_kv) in ((576, 512, 1), (512, 512, 1)) and not spec.views:
-        assert refused(problem_of(spec)) == {}
-    else:
-        assert set(refused(problem_of(spec))) <= {"q", "kv_cache"}
+SPECS = [spec for spec in (*real_specs(), *small_specs()) if spec.format in ("bf16", "fp16")]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=spec_id)
+def test_shared_specs(spec):
+    """The tests on a GPU choose by `served`, which needs no arrays."""
+    if spec.views and not HAS_TORCH:
+        pytest.skip("views need PyTorch, which is not installed")
+    assert (hopper.refusals(problem_of(spec), H200) == ()) == served(spec)
+
+
+def test_many_shared_specs_are_served():
+    specs = [spec for spec in real_specs() if served(spec)]
+    for name, values in HOPPER_FACTORS.items():
+        if name not in ("addressing", "widths"):
+            assert {getattr(spec, name) for spec in specs} >= set(values), name
+    assert {spec.d_qk for spec in specs} == {512, 576}
 
 
 def descriptors(plan: Any) -> dict[str, TileDescriptor]:

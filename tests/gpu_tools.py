@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from mla_kernels.launch import Plan
@@ -217,6 +218,14 @@ class Allocations:
     def schedule(self) -> torch.Tensor:
         """The newest schedule: the one buffer of integers."""
         return next(tensor for tensor in reversed(self.made) if tensor.dtype == torch.int32)
+
+
+def skip_where_refused(call: dict[str, Any], implementation: str) -> bool:
+    """Skips a test on a GPU that the implementation is not for; returns whether it is the one chosen by default."""
+    explanation = api.explain(**call, implementation=(implementation, "reference"))
+    if explanation.implementation != implementation:
+        pytest.skip("; ".join(map(str, explanation.refused[implementation])))
+    return api.explain(**call).implementation == implementation
 
 
 def compiled_kernels(plan: Plan) -> int:

@@ -60,12 +60,15 @@ def served(spec: ArgSpec) -> bool:
     return not spec.sparse and model and pages and rows and spec.layout in ("contiguous", "interleaved")
 
 
-def by_implementation(specs: Iterable[ArgSpec]) -> pytest.MarkDecorator:
+def cases_by_implementation(specs: Iterable[ArgSpec]) -> list[tuple[ArgSpec, str]]:
     """Each spec with every implementation that has kernels for it, the best first."""
-    cases = [(spec, name) for spec in specs for name in ("hopper",) * served(spec) + ("triton",)]
-    return pytest.mark.parametrize(
-        ("spec", "implementation"), [pytest.param(*case, id=f"{case[0].id}-{case[1]}") for case in cases]
-    )
+    return [(spec, name) for spec in specs for name in ("hopper",) * served(spec) + ("triton",)]
+
+
+def by_implementation(specs: Iterable[ArgSpec]) -> pytest.MarkDecorator:
+    """Parametrises a test of `spec` and `implementation`."""
+    cases = [pytest.param(spec, name, id=f"{spec.id}-{name}") for spec, name in cases_by_implementation(specs)]
+    return pytest.mark.parametrize(("spec", "implementation"), cases)
 
 
 def scalars_of(launch: Launch) -> dict[str, int]:

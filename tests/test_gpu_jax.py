@@ -13,7 +13,8 @@ import numpy as np
 
 import mla_jax
 from mla_jax import traced
-from tests.arg_specs import ArgSpec, spec_id
+from tests.arg_specs import ArgSpec
+from tests.hopper_calls import by_implementation
 from tests.inputs import make_inputs
 from tests.judge import assert_close, judge, to_numpy
 
@@ -27,10 +28,14 @@ MODEL1 = ArgSpec(
 SPECS = (DENSE, V32, MODEL1)
 
 
-def split(call):
-    """(arrays, options) of a call."""
+def split(call, implementation="triton"):
+    """(arrays, options) of a call of one implementation; skips the test where that does not serve it."""
+    explanation = mla_jax.explain(**call, implementation=(implementation, "reference"))
+    if explanation.implementation != implementation:
+        pytest.skip("; ".join(map(str, explanation.refused[implementation])))
     arrays = {name: x for name, x in call.items() if hasattr(x, "shape")}
-    return arrays, {name: x for name, x in call.items() if name not in arrays}
+    options = {name: x for name, x in call.items() if name not in arrays}
+    return arrays, options | {"implementation": implementation}
 
 
 def assert_same_bits(found, expected):
@@ -40,24 +45,30 @@ def assert_same_bits(found, expected):
         assert (a.view(np.uint8) == b.view(np.uint8)).all()
 
 
-@pytest.mark.parametrize(
-    "spec",
+@by_implementation(
     [
         ArgSpec(batch=2, h_q=16, length=130, causal=True, s_q=2),
+        ArgSpec(format="fp16", batch=3, h_q=40, length=300, d_qk=512, page_size=16, lengths="zeros", num_splits=3),
         ArgSpec(format="v32_fp8", batch=2, h_q=8, length=100, topk=64, index_kind="holes"),
         ArgSpec(format="model1_fp8", d_qk=512, batch=2, h_q=8, length=100, topk=64, sink="infinite"),
-    ],
-    ids=spec_id,
+    ]
 )
-def test_against_fp64(spec):
+def test_against_fp64(spec, implementation):
     """Small enough for the judge in numpy: needs no other framework."""
     inputs = make_inputs(spec)
-    assert_close(*mla_jax.decode(**inputs.to_jax()), judge(inputs.as_call()))
+    arrays, options = split(inputs.to_jax(), implementation)
+    assert_close(*mla_jax.decode(**arrays, **options), judge(inputs.as_call()))
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=spec_id)
-def test_eager_jit_and_scan_give_the_same_bits(spec):
-    arrays, options = split(make_inputs(spec).to_jax())
+def test_the_default_is_the_best_that_serves():
+    arrays, options = split(make_inputs(DENSE).to_jax(), "hopper")
+    best = mla_jax.decode(**arrays, **options)
+    assert_same_bits(mla_jax.decode(**arrays), best)
+
+
+@by_implementation(SPECS)
+def test_eager_jit_and_scan_give_the_same_bits(spec, implementation):
+    arrays, options = split(make_inputs(spec).to_jax(), implementation)
     expected = mla_jax.decode(**arrays, **options)
     jitted = jax.jit(lambda arrays: mla_jax.decode(**arrays, **options))
     assert_same_bits(jitted(arrays), expected)
@@ -71,8 +82,9 @@ def test_eager_jit_and_scan_give_the_same_bits(spec):
     assert_same_bits([x[1] for x in found], expected)
 
 
-def test_vmap_folds_into_the_batch():
-    arrays, options = split(make_inputs(DENSE).to_jax())
+@by_implementation([DENSE])
+def test_vmap_folds_into_the_batch(spec, implementation):
+    arrays, options = split(make_inputs(spec).to_jax(), implementation)
     expected = mla_jax.decode(**arrays, **options)
     mapped = {name: 0 if name != "kv_cache" else None for name in arrays}
     halves = {name: x.reshape(2, 3, *x.shape[1:]) if mapped[name] == 0 else x for name, x in arrays.items()}
@@ -80,10 +92,10 @@ def test_vmap_folds_into_the_batch():
     assert_same_bits([x.reshape(y.shape) for x, y in zip(found, expected, strict=True)], expected)
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=spec_id)
-def test_nothing_is_compiled_twice(spec):
+@by_implementation(SPECS)
+def test_nothing_is_compiled_twice(spec, implementation):
     """New values of scale, lengths and tables, and fewer live requests, run what is compiled."""
-    arrays, options = split(make_inputs(spec).to_jax())
+    arrays, options = split(make_inputs(spec).to_jax(), implementation)
     jitted = jax.jit(lambda arrays, scale: mla_jax.decode(**arrays, **options, softmax_scale=scale))
     jitted(arrays, 0.1)
     mla_jax.decode(**arrays, **options)
@@ -99,10 +111,10 @@ def test_nothing_is_compiled_twice(spec):
     assert traced._decode._cache_size() == eager
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=spec_id)
-def test_the_cache_is_not_copied(spec):
+@by_implementation(SPECS)
+def test_the_cache_is_not_copied(spec, implementation):
     """A cache of 4 GiB, compiled and not allocated: no copy of it in the program, and no room for one."""
-    arrays, options = split(make_inputs(spec).to_jax())
+    arrays, options = split(make_inputs(spec).to_jax(), implementation)
     shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
     cache = shapes["kv_cache"]
     pages = 2**32 // (cache.dtype.itemsize * int(np.prod(cache.shape[1:])))
@@ -115,9 +127,10 @@ def test_the_cache_is_not_copied(spec):
     assert "triton_kernel_call" in compiled.as_text()
 
 
-def test_a_donated_cache_stays_where_it_is():
+@by_implementation([DENSE])
+def test_a_donated_cache_stays_where_it_is(spec, implementation):
     """A decode loop that owns its cache: written in place, decoded, handed on."""
-    arrays, options = split(make_inputs(DENSE).to_jax())
+    arrays, options = split(make_inputs(spec).to_jax(), implementation)
     cache = arrays.pop("kv_cache")
     page = arrays["block_table"][0, 0]
 
@@ -125,7 +138,7 @@ def test_a_donated_cache_stays_where_it_is():
         cache = cache.at[page, 0, 0].set(row)
         return cache, mla_jax.decode(kv_cache=cache, **arrays, **options)
 
-    row = jnp.linspace(-1, 1, DENSE.d_qk, dtype=jnp.bfloat16)
+    row = jnp.linspace(-1, 1, spec.d_qk, dtype=jnp.bfloat16)
     _, expected = jax.jit(step)(cache, row, arrays)
     donating = jax.jit(step, donate_argnums=0)
     mine = cache + 0
@@ -144,9 +157,9 @@ def test_bytes_of_every_dtype(dtype):
     assert_same_bits(mla_jax.decode(**viewed, **options), expected)
 
 
-@pytest.mark.parametrize("spec", [ArgSpec(batch=7, h_q=8, length=20)], ids=spec_id)
-def test_more_rows_than_a_grid_dimension_holds(spec):
-    arrays, options = split(make_inputs(spec).to_jax())
+@by_implementation([ArgSpec(batch=7, h_q=8, length=20)])
+def test_more_rows_than_a_grid_dimension_holds(spec, implementation):
+    arrays, options = split(make_inputs(spec).to_jax(), implementation)
     copies = 65_536 // spec.batch + 2
     rows = jnp.arange(copies * spec.batch) % spec.batch
     many = {name: x if name == "kv_cache" else x[rows] for name, x in arrays.items()}

@@ -15,7 +15,18 @@ import mla_torch
 from mla_torch import flash_mla, launcher
 from tests import gpu_tools
 from tests.arg_specs import ArgSpec, spec_id
-from tests.gpu_tools import Allocations, assert_right, assert_same_bits, capture, compiled_kernels, judge, plan_of, torch_call
+from tests.gpu_tools import (
+    Allocations,
+    assert_right,
+    assert_same_bits,
+    capture,
+    compiled_kernels,
+    judge,
+    plan_of,
+    skip_where_refused,
+    torch_call,
+)
+from tests.hopper_calls import by_implementation
 
 pytestmark = pytest.mark.gpu
 
@@ -51,42 +62,47 @@ def test_the_judge_and_the_reference_agree():
 
 
 @pytest.mark.parametrize("num_splits", [3, 8])
-@pytest.mark.parametrize("spec", SPECS, ids=spec_id)
-def test_with_num_splits_a_row_is_the_same_in_every_batch(spec, num_splits):
+@by_implementation(SPECS)
+def test_with_num_splits_a_row_is_the_same_in_every_batch(spec, implementation, num_splits):
     call = torch_call(spec) | {"num_splits": num_splits}
+    skip_where_refused(call, implementation)
+    call["implementation"] = implementation
     result = mla_torch.decode(**call)
     for rows in (slice(0, 1), slice(spec.batch - 1, spec.batch), slice(1, spec.batch), [2, 0, 2, 1]):
         part = mla_torch.decode(**some_rows(call, rows))
         assert_same_bits(part, tuple(x[rows] for x in result))
 
 
-def test_arguments_out_of_alignment():
-    """Tables, lengths, queries, sinks and scales that start anywhere give the same bits."""
-    for spec in (DENSE, V32, MODEL1):
-        call = torch_call(spec)
-        expected = mla_torch.decode(**call)
-        for name in (
-            "q",
-            "block_table",
-            "cache_seqlens",
-            "indices",
-            "topk_length",
-            "extra_indices",
-            "extra_topk_length",
-            "attn_sink",
-        ):
-            if name in call:
-                flat = call[name].new_empty(call[name].numel() + 1)
-                call[name] = flat[1:].view(call[name].shape).copy_(call[name])
-        out = call["q"].new_empty(expected[0].numel() + 1)[1:].view(expected[0].shape)
-        scale = torch.full((2,), spec.d_qk**-0.5, device=gpu_tools.DEVICE)[1:]
-        assert_same_bits(mla_torch.decode(**call, out=out, softmax_scale=scale), expected)
+@by_implementation(SPECS)
+def test_arguments_out_of_alignment(spec, implementation):
+    """Tables, lengths, sinks and scales that start anywhere give the same bits; queries too, but where TMA fetches them."""
+    call = torch_call(spec)
+    skip_where_refused(call, implementation)
+    expected = mla_torch.decode(**call, implementation=implementation)
+    lists = ("block_table", "cache_seqlens", "indices", "topk_length", "extra_indices", "extra_topk_length", "attn_sink")
+    for name in lists if implementation == "hopper" else ("q", *lists):
+        if name in call:
+            flat = call[name].new_empty(call[name].numel() + 1)
+            call[name] = flat[1:].view(call[name].shape).copy_(call[name])
+    out = call["q"].new_empty(expected[0].numel() + 1)[1:].view(expected[0].shape)
+    scale = torch.full((2,), spec.d_qk**-0.5, device=gpu_tools.DEVICE)[1:]
+    found = mla_torch.decode(**call, out=out, softmax_scale=scale, implementation=implementation)
+    assert_same_bits(found, expected)
+
+
+def test_queries_out_of_alignment_are_left_to_the_portable_kernels():
+    call = torch_call(DENSE)
+    expected = mla_torch.decode(**call, implementation="triton")
+    call["q"] = call["q"].new_empty(call["q"].numel() + 1)[1:].view(call["q"].shape).copy_(call["q"])
+    with pytest.raises(NotImplementedError, match="hopper: q: "):
+        mla_torch.decode(**call, implementation="hopper")
+    assert_same_bits(mla_torch.decode(**call), expected)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=spec_id)
 def test_a_cache_out_of_alignment_is_right_or_refused(spec):
     call = torch_call(spec)
-    expected = mla_torch.decode(**call)
+    expected = mla_torch.decode(**call, implementation="triton")
     cache = call["kv_cache"]
     flat = cache.new_empty(cache.stride(0) * cache.shape[0] + 2)
     shifted = flat.as_strided(cache.shape, cache.stride(), 2)
@@ -122,6 +138,7 @@ def test_both_ways_to_decode_e4m3_give_the_same_bits(spec, monkeypatch):
 
 def test_streams_and_threads_give_the_same_bits():
     calls = [torch_call(spec) for spec in SPECS]
+    calls.append(calls[0] | {"implementation": "triton"})
     expected = [mla_torch.decode(**call) for call in calls]
     torch.cuda.synchronize()
     barrier = threading.Barrier(4)
@@ -133,7 +150,7 @@ def test_streams_and_threads_give_the_same_bits():
         with torch.cuda.stream(stream):
             for i in range(12):
                 which = (i + seed) % len(calls)
-                found.append((which, mla_torch.decode(**calls[which], softmax_scale=576**-0.5 if which < 2 else 512**-0.5)))
+                found.append((which, mla_torch.decode(**calls[which], softmax_scale=512**-0.5 if which == 2 else 576**-0.5)))
         stream.synchronize()
         return found
 
@@ -159,16 +176,17 @@ def units_of_programs(schedule, programs, units):
     return found
 
 
-def test_a_graph_stays_right_and_balanced(monkeypatch):
+@by_implementation([ArgSpec(batch=8, h_q=16, length=8192, sink="finite")])
+def test_a_graph_stays_right_and_balanced(spec, implementation, monkeypatch):
     """Captured once, replayed after lengths, tables and the number of live requests changed."""
-    spec = ArgSpec(batch=8, h_q=16, length=8192, sink="finite")
     call = torch_call(spec)
+    skip_where_refused(call, implementation)
+    call["implementation"] = implementation
     full_table = call["block_table"].clone()
     allocations = Allocations()
     monkeypatch.setattr(launcher, "allocate", allocations)
     replay, result = capture(lambda: mla_torch.decode(**call))
     schedule, details = allocations.schedule, plan_of(call).details
-    programs, block, fixed = details["programs"], details["block_n"], details["fixed_cost"]
     for lengths, live in (
         ([8192] * 8, 8),
         ([64] * 8, 8),
@@ -187,11 +205,14 @@ def test_a_graph_stays_right_and_balanced(monkeypatch):
         result[1].fill_(float("nan"))
         replay()
         torch.cuda.synchronize()
+        assert_right(result, judge(call, spec), spec)
+        assert_same_bits(mla_torch.decode(**call), result)
+        if implementation == "hopper":  # writes no schedule: tests/test_schedule.py sees what each program makes for itself
+            continue
+        programs, block, fixed = details["programs"], details["block_n"], details["fixed_cost"]
         tokens = [min(max(n, 0), full_table.shape[1] * 64) for n in lengths]
         units = [max(-(-n // block), 1) for n in tokens]
         work = units_of_programs(schedule.cpu(), max(programs, len(units)), units)
-        assert_right(result, judge(call, spec), spec)
-        assert_same_bits(mla_torch.decode(**call), result)
         most = max(work)
         even = -(-(sum(units) + fixed * len(units)) // programs)
         # Whole requests are left whole only where splitting them would cost more than it saves.
@@ -216,28 +237,28 @@ def test_a_sparse_graph_stays_right(spec):
         assert_same_bits(mla_torch.decode(**call), result)
 
 
-def test_nothing_is_compiled_twice():
-    for spec in SPECS:
-        call = torch_call(spec)
-        mla_torch.decode(**call)
-        plan = plan_of(call)
-        before = compiled_kernels(plan)
-        assert before > 0
-        lengths = call["topk_length" if spec.sparse else "cache_seqlens"]
-        table = call["indices" if spec.sparse else "block_table"]
-        for i in range(3):
-            lengths.copy_(torch.randint(0, 500, lengths.shape, dtype=torch.int32))
-            lengths[i:] = 0
-            table.copy_(table.roll(1, 0))
-            mla_torch.decode(**call, softmax_scale=0.01 + i)
-            mla_torch.decode(**call, softmax_scale=torch.tensor(0.5 + i, device=gpu_tools.DEVICE))
-        # Batch, table width and pages in the cache differ from step to step of a server, too.
-        mla_torch.decode(**some_rows(call, slice(0, 2)))
-        mla_torch.decode(
-            **call | {"indices" if spec.sparse else "block_table": table[..., : table.shape[-1] // 2].contiguous()}
-        )
-        mla_torch.decode(**call | {"kv_cache": call["kv_cache"][:-1]})
-        assert compiled_kernels(plan) == before, spec.id
+@by_implementation(SPECS)
+def test_nothing_is_compiled_twice(spec, implementation):
+    call = torch_call(spec)
+    skip_where_refused(call, implementation)
+    call["implementation"] = implementation
+    mla_torch.decode(**call)
+    plan = plan_of(call)
+    before = compiled_kernels(plan)
+    assert before > 0
+    lengths = call["topk_length" if spec.sparse else "cache_seqlens"]
+    table = call["indices" if spec.sparse else "block_table"]
+    for i in range(3):
+        lengths.copy_(torch.randint(0, 500, lengths.shape, dtype=torch.int32))
+        lengths[i:] = 0
+        table.copy_(table.roll(1, 0))
+        mla_torch.decode(**call, softmax_scale=0.01 + i)
+        mla_torch.decode(**call, softmax_scale=torch.tensor(0.5 + i, device=gpu_tools.DEVICE))
+    # Batch, table width and pages in the cache differ from step to step of a server, too.
+    mla_torch.decode(**some_rows(call, slice(0, 2)))
+    mla_torch.decode(**call | {"indices" if spec.sparse else "block_table": table[..., : table.shape[-1] // 2].contiguous()})
+    mla_torch.decode(**call | {"kv_cache": call["kv_cache"][:-1]})
+    assert compiled_kernels(plan) == before
 
 
 def test_the_host_does_little(capsys):
@@ -245,6 +266,7 @@ def test_the_host_does_little(capsys):
     lines = []
     for spec in SPECS:
         call = torch_call(spec)
+        name = mla_torch.explain(**call).implementation
         mla_torch.decode(**call)
         torch.cuda.synchronize()
         best = float("inf")
@@ -254,7 +276,7 @@ def test_the_host_does_little(capsys):
                 mla_torch.decode(**call)
             best = min(best, (time.perf_counter() - start) / 20)
             torch.cuda.synchronize()
-        lines.append(f"{best * 1e6:.0f} us for {spec.id}")
+        lines.append(f"{best * 1e6:.0f} us for {spec.id} by {name}")
         assert best < 2e-3
     with capsys.disabled():
         print(f"\nhost time of an eager call: {', '.join(lines)}")
@@ -301,7 +323,8 @@ def test_flash_mla_agrees(spec):
         pytest.skip(f"FlashMLA does not load here: {error}")
     call = torch_call(spec)
     expected = judge(call)
-    assert_right(mla_torch.decode(**call), expected, spec)
+    for implementation in (None, "triton"):
+        assert_right(mla_torch.decode(**call, implementation=implementation), expected, spec)
     given = {
         name: call[name] for name in ("q", "kv_cache", "block_table", "cache_seqlens", "indices", "causal") if name in call
     }

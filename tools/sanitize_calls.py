@@ -8,6 +8,13 @@ import mla_torch
 
 PAGE_SIZE = 64
 PAGES = 12
+CALLS = (  # implementation, cache format, indices, extra indices, heads
+    ("triton", "bf16", 0, 0, 16),
+    ("triton", "v32_fp8", 200, 0, 128),
+    ("triton", "model1_fp8", 100, 70, 64),
+    ("hopper", "bf16", 0, 0, 16),
+    ("hopper", "bf16", 0, 0, 128),
+)
 
 
 def arrays(cache_format: str, topk: int, extra: int, h_q: int) -> dict[str, torch.Tensor]:
@@ -41,14 +48,17 @@ def arrays(cache_format: str, topk: int, extra: int, h_q: int) -> dict[str, torc
 
 
 def main() -> None:
-    for cache_format, topk, extra, h_q in (("bf16", 0, 0, 16), ("v32_fp8", 200, 0, 128), ("model1_fp8", 100, 70, 64)):
+    for implementation, cache_format, topk, extra, h_q in CALLS:
         call = arrays(cache_format, topk, extra, h_q)
+        if implementation == "hopper" and mla_torch.explain(**call).implementation != "hopper":
+            print("not called: hopper, which serves no such GPU", flush=True)
+            continue
         for num_splits in (1, 3, None):  # whole, split, and with a schedule made on the device
-            out, lse = mla_torch.decode(**call, num_splits=num_splits, implementation="triton")
+            out, lse = mla_torch.decode(**call, num_splits=num_splits, implementation=implementation)
             torch.cuda.synchronize()
             if not bool(torch.isfinite(out).all() and torch.isfinite(lse).all()):
-                raise SystemExit(f"{cache_format}, num_splits={num_splits}: a result is not finite")
-            print(f"called {cache_format} num_splits={num_splits}", flush=True)
+                raise SystemExit(f"{implementation}, {cache_format}, num_splits={num_splits}: a result is not finite")
+            print(f"called {implementation} {cache_format} h_q={h_q} num_splits={num_splits}", flush=True)
 
 
 if __name__ == "__main__":

@@ -92,22 +92,31 @@ def test_products_run_on_tensor_cores_side_by_side(call):
     assert "serialized" not in compiled(call).log
 
 
+def local_accesses(call: str, word: str) -> list[int]:
+    """Loads and stores of local memory in each innermost loop that has `word` in it."""
+    return [sum(bool(re.search(r"\b(LDL|STL)\b", text)) for text in loop) for loop in innermost_loops(texts(call), word)]
+
+
 @pytest.mark.parametrize("call", CALLS)
 def test_the_main_loops_use_no_local_memory(call):
-    loops = innermost_loops(texts(call), "HGMMA")
-    accesses = [len([text for text in loop if re.search(r"\b(LDL|STL)\b", text)]) for loop in loops]
-    if TILES_CHOSEN_FOR_THIS_TRITON:
-        assert accesses == [0, 0]
-    elif any(accesses):
-        said = f"{call}: {accesses} accesses to local memory in the main loops with Triton {triton.__version__}"
-        warnings.warn(said, stacklevel=2)
-        assert max(accesses) <= 8  # known: some registers are reloaded among some 1,400 instructions
+    assert local_accesses(call, "HGMMA") == [0, 0]
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_nothing_is_spilled(call):
+def test_the_loop_that_fetches_uses_little_local_memory(call):
+    """Its partition has the fewest registers; of pages of 16 tokens it holds the places of eight at a time."""
+    (accesses,) = local_accesses(call, "UTMALDG")
+    small_pages = plan(call).problem.cache.page_size < 32
+    assert accesses <= (16 if small_pages else 0)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_little_is_spilled_around_the_loops(call):
     result = compiled(call)
-    if not TILES_CHOSEN_FOR_THIS_TRITON and result.spill_stores:
+    if result.spill_stores:
         warnings.warn(f"{call}: spills {result.spill_stores} bytes with Triton {triton.__version__}", stacklevel=2)
-        return
-    assert (result.spill_stores, result.spill_loads) == (0, 0)
+    small_pages = plan(call).problem.cache.page_size < 64
+    if TILES_CHOSEN_FOR_THIS_TRITON:
+        assert result.spill_stores <= (96 if small_pages else 0)
+    else:
+        assert result.spill_stores <= (256 if small_pages else 96)

@@ -58,6 +58,13 @@ def _reduction(function: Any) -> Any:
     return lambda x, axis: tensor(function(x, axis=axis), x.dtype)
 
 
+def _reduce(values: tuple[Tensor, ...], axis: int, combine: Any) -> tuple[Tensor, ...]:
+    assert axis == 0
+    while (size := len(values[0])) > 1:  # a power of two, as all vectors are
+        values = combine(*(x[: size // 2] for x in values), *(x[size // 2 :] for x in values))
+    return tuple(tensor(x[0], x.dtype) for x in values)
+
+
 def _scan(x: Tensor, axis: int, combine: Any) -> Tensor:
     assert combine(2, 3) == 5, "only sums are scanned here"
     return tensor(np.cumsum(x, axis=axis, dtype=x.dtype), x.dtype)
@@ -77,6 +84,7 @@ GL = SimpleNamespace(
     maximum=lambda x, y: tensor(np.maximum(x, y)),
     sum=_reduction(np.sum),
     max=_reduction(np.max),
+    reduce=_reduce,
     associative_scan=_scan,
     # Used to tell the compiler that a value is the same in all threads.
     inline_asm_elementwise=lambda code, constraints, values, **_: values[0],

@@ -209,7 +209,7 @@ class Work:
             inputs=(self.schedule, "partial_out", "partial_lse", self.sink, "out", "lse"),
             scalars=(WORK_FIELDS.value * self.listed, items, self.num_splits or 0),
             outputs=("out", "lse"),
-            constexprs={**self.output_constants(), "BLOCK_PARTS": max(4096 // block_d, 8), "BLOCK_D": block_d},
+            constexprs={**self.output_constants(), "BLOCK_PARTS": max(2048 // block_d, 4), "BLOCK_D": block_d},
             grid=(min(tasks, 16 * facts.multiprocessors), 1, 1),
             num_warps=4,
             num_stages=1,

@@ -331,6 +331,7 @@ def _consumer(
         acc = gl.zeros([TILE, HALF], gl.float32, layout=O_LAYOUT)
         mbarrier.wait(q_full, item_parity)
         q_rope = buffers.q_rope.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
+        fence_async_shared()  # here, or the compiler puts one before the products of every block
         whole_blocks_end = gl.minimum(length - (S_Q - 1), hi) if CAUSAL else hi
         for pair in range((hi - lo + 2 * BLOCK - 1) // (2 * BLOCK)):
             parity = pairs_done & 1
@@ -361,6 +362,7 @@ def _consumer(
                 if start + BLOCK > hi:
                     _clear_rows(buffers.k.index(zero + 2 * OWN), hi - start)
                     _clear_rows(buffers.k.index(zero + 2 * OWN + 1), hi - start)
+                    fence_async_shared()  # here, or the compiler puts one before products that always run
             top = gl.max(s, 1)
 
             if OWN == 1:  # P0 and its maximum have to be there first

@@ -32,7 +32,7 @@ class Tuning:
       lazy: 1 to keep a running maximum until a score exceeds it by a factor of 2 ** 8.
     """
 
-    fixed_cost: int = 1
+    fixed_cost: int
     split_cost: int = 4
     lazy: int = 1
 
@@ -125,10 +125,11 @@ def refusals(problem: Problem, facts: DeviceFacts) -> tuple[Refusal, ...]:
 
 def plan_dense(problem: Problem, facts: DeviceFacts, overrides: dict[str, int] | None = None) -> Plan:
     """The plan of the fast path; `refusals` must be empty.  `overrides` replaces fields of `Tuning`."""
-    tuning = replace(Tuning(), **(overrides or {}))
     rows = problem.s_q * problem.h_q
     row_tiles = cdiv(rows, ROWS)
     programs = max(1, facts.multiprocessors // row_tiles)
+    # With a program or more for every item all of them start and end about as many.
+    tuning = replace(Tuning(fixed_cost=0 if problem.batch <= programs else 2), **(overrides or {}))
     if problem.num_splits is not None:
         work = Work.fixed(problem, problem.num_splits)
     else:

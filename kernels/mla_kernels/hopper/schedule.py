@@ -26,9 +26,18 @@ def _add(a, b):
     return a + b
 
 
+# Several reductions in one: each by itself would have all warps wait for one another.
 @gluon.jit
-def _larger(a, b):
-    return gl.maximum(a, b)
+def _sum_and_maximum(a0, a1, b0, b1):
+    return a0 + b0, gl.maximum(a1, b1)
+
+
+@gluon.jit
+def _five_sums_and_four_maxima(a0, a1, a2, a3, a4, a5, a6, a7, a8, b0, b1, b2, b3, b4, b5, b6, b7, b8):
+    return (
+        a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4,
+        gl.maximum(a5, b5), gl.maximum(a6, b6), gl.maximum(a7, b7), gl.maximum(a8, b8),
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -62,8 +71,9 @@ def stretch(
     longest = total
     for start in range(0, items, CHUNK):
         item, real, cost = _costs(lengths_ptr, start, items, max_tokens, UNIT, FIXED_COST, CHUNK)
-        total += gl.sum(cost, 0)
-        longest = gl.maximum(longest, gl.max(cost, 0))
+        chunk_total, chunk_longest = gl.reduce((cost, cost), 0, _sum_and_maximum)
+        total += chunk_total
+        longest = gl.maximum(longest, chunk_longest)
     quota = gl.maximum((total + programs - 1) // programs, 1)
     items_each = (items + programs - 1) // programs
 
@@ -97,21 +107,28 @@ def stretch(
             done = end <= lo  # the item ends before the stretch
             begun = (begin + FIXED_COST < hi) & real  # it has units before the end of the stretch
             left = end < hi  # it ends inside the stretch, or before
-            first_item += gl.sum(done.to(gl.int32), 0)
-            last_item += gl.sum(begun.to(gl.int32), 0)
-            first_rank += gl.sum(gl.where(done, split, 0), 0)
-            last_rank += gl.sum(gl.where(left, split, 0), 0)
-            first_start = gl.maximum(first_start, gl.max(gl.where(done, end, 0), 0))
-            last_start = gl.maximum(last_start, gl.max(gl.where(begun, begin, 0), 0))
-            last_end = gl.maximum(last_end, gl.max(gl.where(begun, end, 0), 0))
+            is_done = done.to(gl.int32)
+            n_done, n_begun, done_splits, left_splits, splits, done_end, begun_begin, begun_end, last = gl.reduce(
+                (
+                    is_done, begun.to(gl.int32), is_done * split, left.to(gl.int32) * split, split,
+                    gl.where(done, end, 0), gl.where(begun, begin, 0), gl.where(begun, end, 0), end,
+                ), 0, _five_sums_and_four_maxima,
+            )  # fmt: skip
+            first_item += n_done
+            last_item += n_begun
+            first_rank += done_splits
+            last_rank += left_splits
+            first_start = gl.maximum(first_start, done_end)
+            last_start = gl.maximum(last_start, begun_begin)
+            last_end = gl.maximum(last_end, begun_end)
             if writes_list:
                 rank = num_split + gl.associative_scan(split, 0, _add) - split
                 entry = splits_ptr + 1 + rank * 3
                 gl.store(entry, item, mask=split > 0)
                 gl.store(entry + 1, first_program.to(gl.int32) + rank, mask=split > 0)
                 gl.store(entry + 2, pieces, mask=split > 0)
-            base += gl.sum(cost, 0)
-            num_split += gl.sum(split, 0)
+            base = last
+            num_split += splits
         first_unit = gl.maximum(lo - first_start - FIXED_COST, 0).to(gl.int32)
         end_unit = (gl.minimum(hi, last_end) - last_start - FIXED_COST).to(gl.int32)
         first_partial = (first_unit > 0) | ((first_item == last_item) & (hi < last_end))

@@ -15,7 +15,7 @@ import triton
 
 from mla_kernels.attend import attend_kernel
 from mla_kernels.device import INTERPRETER, DeviceFacts
-from mla_kernels.launch import INTERPRETER_LOCK, Launch, Plan, TileDescriptor
+from mla_kernels.launch import INTERPRETER_LOCK, Buffer, Launch, Plan, TileDescriptor
 
 # Triton decides when a kernel is defined, so the kernel itself is what knows.
 INTERPRETED = not isinstance(attend_kernel, triton.JITFunction)
@@ -26,6 +26,7 @@ allocate = torch.empty
 FLOAT32_MAX = torch.finfo(torch.float32).max
 SCALES_KEPT = 256
 SCALES_PINNED = 256
+SCRATCH_ALIGNMENT = 64  # elements, 256 bytes
 
 
 @functools.cache
@@ -61,7 +62,7 @@ class Scales:
         self._max_pinned = pinned
         self._lock = threading.Lock()
 
-    def get(self, value: float, device: torch.device, stream: int = 0, capturing: bool = False) -> torch.Tensor:
+    def get(self, value: float, device: torch.device, stream: int | None = None, capturing: bool = False) -> torch.Tensor:
         """fp32 [1] on `device`; `stream` is the current one there, `capturing` whether a graph is being captured from it."""
         key = (device, stream, value)
         with self._lock:
@@ -120,8 +121,16 @@ def scale_tensor(value: float | torch.Tensor, device: torch.device) -> torch.Ten
         return value if value.dtype == torch.float32 else value.to(torch.float32)
     if device.type != "cuda":
         return scales.get(value, device)
-    stream = torch.cuda.current_stream(device).cuda_stream
-    return scales.get(value, device, stream, torch.cuda.is_current_stream_capturing())
+    return scales.get(value, device, current_stream(device), torch.cuda.is_current_stream_capturing())
+
+
+def current_stream(device: torch.device) -> int | None:
+    """The handle of the current stream of a CUDA device, which must be the current one; None for another device."""
+    if device.type != "cuda":
+        return None
+    # PyTorch's own way makes an object of it, which takes ten times as long.
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return triton.runtime.driver.active.get_current_stream(index)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -157,17 +166,18 @@ class _Step:
     """One launch, with all that does not change between calls worked out.
 
     Triton's own way to launch looks at every argument anew, which takes longer than the kernel of a small call.  All that a
-    binary depends on beside the plan is which pointers are multiples of 16 bytes, so binaries are kept by that.
+    binary depends on beside the plan is which pointers are multiples of 16 bytes, so binaries are kept by that, and get
+    addresses in place of tensors.
     """
 
-    __slots__ = ("_binaries", "_constants", "_descriptors", "_grid", "_inputs", "_kernel", "_options", "_outputs", "_scalars")
+    __slots__ = ("_constants", "_descriptors", "_grid", "_inputs", "_kernel", "_launchers", "_options", "_outputs", "_scalars")
 
     def __init__(self, launch: Launch):
         self._kernel = launch.kernel
         self._grid = launch.grid
         self._inputs = launch.input_arrays
         self._descriptors = [
-            (i, _descriptor_maker(item)) for i, item in enumerate(launch.inputs) if isinstance(item, TileDescriptor)
+            (i, item.array, _descriptor_maker(item)) for i, item in enumerate(launch.inputs) if isinstance(item, TileDescriptor)
         ]
         self._scalars = launch.scalars
         self._outputs = launch.outputs
@@ -178,34 +188,55 @@ class _Step:
             # Stated because jax-triton and Triton could differ in their defaults, and the binaries must not.
             "enable_fp_fusion": True,
         }
-        self._binaries: dict[tuple[bool, ...], tuple[Any, tuple]] = {}
+        self._launchers: dict[tuple[bool, ...], tuple[Any, tuple]] = {}
 
-    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        inputs: list[Any] = [tensors[name] for name in self._inputs]
-        outputs = [tensors[name] for name in self._outputs]
-        aligned = tuple([x.data_ptr() % 16 == 0 for x in inputs + outputs])
-        for i, make in self._descriptors:
-            inputs[i] = make(inputs[i])
-        arguments = (*inputs, *self._scalars, *outputs)
-        if aligned in self._binaries:
-            binary, constants = self._binaries[aligned]
-            binary[self._grid](*arguments, *constants)
+    def __call__(self, addresses: Mapping[str, int], tensor: Callable[[str], torch.Tensor], stream: int | None = None) -> None:
+        """Launches on `stream`, of the current device.
+
+        Args:
+          addresses: of the arrays by their names.
+          tensor: gives the tensor of a name.
+        """
+        inputs: list[Any] = [addresses[name] for name in self._inputs]
+        outputs = [addresses[name] for name in self._outputs]
+        aligned = tuple([address % 16 == 0 for address in inputs + outputs])
+        known = self._launchers.get(aligned)
+        if known is not None:
+            launch, constants = known
+            for i, name, make in self._descriptors:
+                inputs[i] = make(tensor(name))
+            launch(*inputs, *self._scalars, *outputs, *constants, stream=stream)
             return
+        tensors: list[Any] = [tensor(name) for name in self._inputs]
+        for i, name, make in self._descriptors:
+            tensors[i] = make(tensor(name))
+        arguments = (*tensors, *self._scalars, *[tensor(name) for name in self._outputs])
         binary = self._kernel[self._grid](*arguments, **self._constants, **self._options)
         if binary is not None:  # as the interpreter's is
             names = self._kernel.arg_names[len(arguments) :]
-            self._binaries[aligned] = binary, tuple([self._constants[name] for name in names])
+            self._launchers[aligned] = binary[self._grid], tuple([self._constants[name] for name in names])
 
 
 class Program:
-    """A plan made ready to be executed many times, by any number of threads."""
+    """A plan made ready to be executed many times, by any number of threads.
+
+    Attributes:
+      scratch: every buffer of the scratch, and the element of the allocation that it starts at.
+      scratch_size: elements of the allocation.
+    """
 
     def __init__(self, plan: Plan):
         self.plan = plan
         problem = plan.problem
-        self._buffers = [
-            (name, buffer.shape, getattr(torch, buffer.dtype)) for name, buffer in plan.buffers.items() if name != "out"
-        ]
+        lse = plan.buffers["lse"]
+        self._lse_shape = lse.shape
+        # All scratch is one allocation of fp32: an allocation takes as long as half a launch.
+        self.scratch: dict[str, tuple[int, Buffer]] = {}
+        self.scratch_size = 0
+        for name, buffer in plan.buffers.items():
+            if name not in ("out", "lse"):
+                self.scratch[name] = self.scratch_size, buffer
+                self.scratch_size += -(-math.prod(buffer.shape) // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
         out = plan.buffers["out"]
         self._out_shape = out.shape
         self._out_dtype = getattr(torch, out.dtype)
@@ -226,15 +257,29 @@ class Program:
         """
         device = arrays["q"].device
         tensors = dict(arrays)
-        for name, shape, dtype in self._buffers:
-            tensors[name] = allocate(shape, dtype=dtype, device=device)
+        tensors["lse"] = allocate(self._lse_shape, dtype=torch.float32, device=device)
         if out is None or self._rounded_to is not None:
             tensors["out"] = allocate(self._out_shape, dtype=self._out_dtype, device=device)
         else:
             tensors["out"] = out
+        addresses = {name: x.data_ptr() for name, x in tensors.items() if x is not None}
+        if self.scratch_size:
+            scratch = allocate((self.scratch_size,), dtype=torch.float32, device=device)
+            start = scratch.data_ptr()
+            for name, (offset, _) in self.scratch.items():
+                addresses[name] = start + 4 * offset
+
+        def tensor(name: str) -> torch.Tensor:
+            if name not in self.scratch:
+                return tensors[name]
+            offset, buffer = self.scratch[name]
+            part = scratch[offset : offset + math.prod(buffer.shape)].view(buffer.shape)
+            return part.view(getattr(torch, buffer.dtype))
+
+        stream = current_stream(device)
         with self._lock:
             for step in self._steps:
-                step(tensors)
+                step(addresses, tensor, stream)
         result = tensors["out"]
         if self._rounded_to is not None:
             result = result.to(self._rounded_to) if out is None else out.copy_(result)

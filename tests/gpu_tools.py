@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from mla_kernels.launch import Plan
-from mla_torch import api
+from mla_torch import api, launcher
 from tests.arg_specs import ArgSpec
 from tests.inputs import make_inputs
 from tests.judge import Judgement, assert_close, to_numpy
@@ -214,10 +214,12 @@ class Allocations:
         self.made.append(tensor)
         return tensor
 
-    @property
-    def schedule(self) -> torch.Tensor:
-        """The newest schedule: the one buffer of integers."""
-        return next(tensor for tensor in reversed(self.made) if tensor.dtype == torch.int32)
+    def schedule(self, plan: Plan) -> torch.Tensor:
+        """The schedule in the newest scratch of a plan, in place."""
+        program = launcher.Program(plan)
+        start, buffer = program.scratch["schedule"]
+        scratch = next(tensor for tensor in reversed(self.made) if tensor.shape == (program.scratch_size,))
+        return scratch.view(torch.int32)[start : start + buffer.shape[0]]
 
 
 def skip_where_refused(call: dict[str, Any], implementation: str) -> bool:

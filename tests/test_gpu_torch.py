@@ -186,7 +186,7 @@ def test_a_graph_stays_right_and_balanced(spec, implementation, monkeypatch):
     allocations = Allocations()
     monkeypatch.setattr(launcher, "allocate", allocations)
     replay, result = capture(lambda: mla_torch.decode(**call))
-    schedule, details = allocations.schedule, plan_of(call).details
+    schedule, details = allocations.schedule(plan_of(call)), plan_of(call).details
     for lengths, live in (
         ([8192] * 8, 8),
         ([64] * 8, 8),

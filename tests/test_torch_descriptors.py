@@ -35,7 +35,7 @@ class Binary:
         self.launched = launched
 
     def __getitem__(self, grid):
-        return lambda *args: self.launched.append((grid, args))
+        return lambda *args, stream: self.launched.append((grid, args))
 
 
 def step_with_descriptor(row_stride=576):
@@ -43,6 +43,10 @@ def step_with_descriptor(row_stride=576):
     tile = TileDescriptor("q", (8, 576), row_stride, (64, 64))
     launch = Launch(kernel, (tile, "q"), (7,), ("out",), {"BLOCK": 64}, (3, 1, 1), num_warps=4, num_stages=1)
     return launcher._Step(launch), kernel
+
+
+def run(step, tensors):
+    step({name: tensor.data_ptr() for name, tensor in tensors.items()}, tensors.__getitem__)
 
 
 def tensors_of_rows(seed, dtype=torch.bfloat16):
@@ -67,18 +71,21 @@ def test_a_launch_gets_descriptors_of_the_tensors_of_its_call(dtype):
     step, kernel = step_with_descriptor()
     calls = [tensors_of_rows(seed, dtype) for seed in range(3)]
     for tensors in calls:
-        step(tensors)
+        run(step, tensors)
     ((grid, first, options),) = kernel.compiled
     assert options == {"BLOCK": 64, "num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
     assert grid == (3, 1, 1)
     # A binary gets the constants, too.
     assert [args[4:] for _, args in kernel.launched] == [(64,), (64,)]
+    assert first[1] is calls[0]["q"]
+    assert first[3] is calls[0]["out"]
     launches = [first, *(args[:4] for _, args in kernel.launched)]
-    for (descriptor, q, n, out), tensors in zip(launches, calls, strict=True):
+    for (descriptor, _, n, _), tensors in zip(launches, calls, strict=True):
         assert_describes(descriptor, tensors["q"])
-        assert q is tensors["q"]
         assert n == 7
-        assert out is tensors["out"]
+    # A binary gets addresses.
+    for (_, q, _, out), tensors in zip(launches[1:], calls[1:], strict=True):
+        assert (q, out) == (tensors["q"].data_ptr(), tensors["out"].data_ptr())
     assert len({id(args[0]) for args in launches}) == 3
 
 
@@ -86,8 +93,8 @@ def test_a_launch_keeps_no_tensor_of_a_call_alive():
     step, kernel = step_with_descriptor()
     tensors = tensors_of_rows(1)
     gone = weakref.ref(tensors["q"])
-    step(tensors)
-    step(tensors)
+    run(step, tensors)
+    run(step, tensors)
     kernel.compiled.clear()
     kernel.launched.clear()
     del tensors
@@ -96,20 +103,20 @@ def test_a_launch_keeps_no_tensor_of_a_call_alive():
 
 def test_threads_do_not_share_descriptors():
     step, kernel = step_with_descriptor()
-    step(tensors_of_rows(-1))
+    run(step, tensors_of_rows(-1))
     barrier = threading.Barrier(2)
 
     def work(seed):
         barrier.wait()
         for i in range(200):
-            step(tensors_of_rows(seed + i))
+            run(step, tensors_of_rows(seed + i))
 
     with ThreadPoolExecutor(2) as pool:
         for done in [pool.submit(work, seed) for seed in (0, 1000)]:
             done.result()
     assert len(kernel.launched) == 400
     for _, (descriptor, q, *_) in kernel.launched:
-        assert descriptor.base is q
+        assert descriptor.base.data_ptr() == q
 
 
 def test_a_descriptor_that_triton_would_refuse_is_no_launch():

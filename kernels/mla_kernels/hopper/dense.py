@@ -205,19 +205,17 @@ def _producer(
         last = gl.maximum(hi - 1, 0) // BOX * BOX
         if lo >= hi:
             _fetch_queries(work, buffers, q_full, q_empty, q_desc, item, ROWS, HAS_ROPE)
-        rows_0 = _rows(table_row, lo, last, BOX, PAGE_SIZE, PAGE_ROWS)
-        rows_1 = _rows(table_row, lo + BLOCK, last, BOX, PAGE_SIZE, PAGE_ROWS)
         for start in range(lo, hi, 2 * BLOCK):
             parity = (pairs_done & 1) ^ 1
-            _fetch_keys(buffers, full, empty, k_desc, rows_0, parity, HAS_ROPE, BOX, 0, 0)
-            _fetch_keys(buffers, full, empty, k_desc, rows_0, parity, False, BOX, 0, 1)
-            rows_0 = _rows(table_row, start + 2 * BLOCK, last, BOX, PAGE_SIZE, PAGE_ROWS)
+            rows = _rows(table_row, start, last, BOX, PAGE_SIZE, PAGE_ROWS)
+            _fetch_keys(buffers, full, empty, k_desc, rows, parity, HAS_ROPE, BOX, 0, 0)
+            _fetch_keys(buffers, full, empty, k_desc, rows, parity, False, BOX, 0, 1)
+            rows = _rows(table_row, start + BLOCK, last, BOX, PAGE_SIZE, PAGE_ROWS)
             if start == lo:  # what the first products of block 0 wait for comes first
                 _fetch_queries(work, buffers, q_full, q_empty, q_desc, item, ROWS, HAS_ROPE)
             # The right half is given back first.
-            _fetch_keys(buffers, full, empty, k_desc, rows_1, parity, HAS_ROPE, BOX, 1, 1)
-            _fetch_keys(buffers, full, empty, k_desc, rows_1, parity, False, BOX, 1, 0)
-            rows_1 = _rows(table_row, start + 3 * BLOCK, last, BOX, PAGE_SIZE, PAGE_ROWS)
+            _fetch_keys(buffers, full, empty, k_desc, rows, parity, HAS_ROPE, BOX, 1, 1)
+            _fetch_keys(buffers, full, empty, k_desc, rows, parity, False, BOX, 1, 0)
             pairs_done += 1
 
 
@@ -485,6 +483,8 @@ def dense_kernel(
     )
     scale_log2 = gl.load(scale_ptr) * LOG2E
 
+    # Registers of a thread: addresses of several boxes to a block take the producer more than it has.
+    MORE: gl.constexpr = 16 if PAGE_SIZE < BLOCK else 0
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_rope = gl.allocate_shared_memory(DTYPE, [TILE, ROPE], q_desc.layout)
     buffers = Buffers(
@@ -514,5 +514,5 @@ def dense_kernel(
                          PAGE_ROWS)),
         ],
         [4, 1],
-        [240, 24],
+        [240 - MORE // 2, 24 + MORE],  # the first partition gets what is left, as much as the second
     )  # fmt: skip

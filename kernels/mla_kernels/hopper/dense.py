@@ -17,7 +17,6 @@ everything waits only for what stands before it, or for the pair before; and all
 pairs in the same items.
 """
 
-# Without `from __future__ import annotations`: an aggregate looks at the annotations of its fields.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -27,196 +26,26 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..softmax import LN2 as _LN2
-from ..softmax import LOG2E as _LOG2E
-from .gluon_names import aggregate, tma_load
+from .output import write
+from .parts import (
+    BLOCK,
+    HALF,
+    LOG2E,
+    LOWEST,
+    O_LAYOUT,
+    PANEL,
+    ROPE,
+    ROWS_OF_O,
+    ROWS_OF_S,
+    S_LAYOUT,
+    SLACK,
+    TILE,
+    Buffers,
+    Work,
+    new_barrier,
+)
+from .producer import producer
 from .schedule import item_length, item_units, stretch
-
-LN2 = gl.constexpr(_LN2.value)
-LOG2E = gl.constexpr(_LOG2E.value)
-LOWEST = gl.constexpr(-1.0e30)  # a running maximum below every score, and finite also after it was subtracted from one
-
-TILE = gl.constexpr(64)  # rows of a tile: what one wgmma takes
-BLOCK = gl.constexpr(64)  # keys of a block
-HALF = gl.constexpr(256)  # columns of a half of V
-ROPE = gl.constexpr(64)  # columns of the key beyond V
-PANEL = gl.constexpr(64)  # columns that TMA fetches at once: 128 bytes, the swizzle
-
-S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-O_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
-ROWS_OF_S = gl.constexpr(gl.SliceLayout(1, S_LAYOUT.value))
-ROWS_OF_O = gl.constexpr(gl.SliceLayout(1, O_LAYOUT.value))
-
-
-@aggregate
-class Work:
-    """What one program does: a stretch of the line of all items."""
-
-    lengths: gl.tensor
-    max_tokens: gl.tensor
-    tile: gl.tensor
-    first_item: gl.tensor
-    last_item: gl.tensor
-    first_unit: gl.tensor  # of the first item
-    end_unit: gl.tensor  # of the last item
-    first_slot: gl.tensor  # of the scratch, for the first item; -1 if it is whole
-    last_slot: gl.tensor
-    UNIT: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, lengths, max_tokens, tile, first_item, last_item, first_unit, end_unit, first_slot, last_slot, UNIT):
-        self.lengths = lengths
-        self.max_tokens = max_tokens
-        self.tile = tile
-        self.first_item = first_item
-        self.last_item = last_item
-        self.first_unit = first_unit
-        self.end_unit = end_unit
-        self.first_slot = first_slot
-        self.last_slot = last_slot
-        self.UNIT = gl.constexpr(UNIT)
-
-    @gluon.jit
-    def keys(self, item):
-        """Length of an item, and the keys [lo, hi) of it that are this program's."""
-        length = item_length(self.lengths + item, self.max_tokens, True)
-        lo = gl.where(item == self.first_item, self.first_unit, 0)
-        hi = gl.where(item == self.last_item, self.end_unit, item_units(length, self.UNIT))
-        # In tokens, the end of an item can lie beyond 32 bits.
-        lo = gl.minimum(lo, length // self.UNIT + 1) * self.UNIT
-        hi = gl.minimum(hi, length // self.UNIT + 1) * self.UNIT
-        return length, gl.minimum(lo, length), gl.minimum(hi, length)
-
-    @gluon.jit
-    def slot(self, item):
-        """Where the partial result of an item goes, -1 if it is whole."""
-        return gl.where(item == self.first_item, self.first_slot, gl.where(item == self.last_item, self.last_slot, -1))
-
-
-@aggregate
-class Buffers:
-    """Tiles in shared memory."""
-
-    q: gl.shared_memory_descriptor  # [2, 64, 256]: halves of the columns
-    k: gl.shared_memory_descriptor  # [4, 64, 256]: halves of the columns of block 0, then of block 1
-    rope: gl.shared_memory_descriptor  # [2, 64, 64]: by block
-    p: gl.shared_memory_descriptor  # [64, 64]: P0
-    q_rope: gl.shared_memory_descriptor  # [64, 64]: until the warpgroups hold it in registers; then P1
-    top: gl.shared_memory_descriptor  # fp32 [2, 64]: running maxima after block 0 and block 1
-    total: gl.shared_memory_descriptor  # fp32 [2, 64]: sums of the warpgroups
-
-    @gluon.constexpr_function
-    def __init__(self, q, k, rope, p, q_rope, top, total):
-        self.q = q
-        self.k = k
-        self.rope = rope
-        self.p = p
-        self.q_rope = q_rope
-        self.top = top
-        self.total = total
-
-
-@gluon.jit
-def _new_barrier(COUNT: gl.constexpr):
-    # An allocation of its own: the compiler synchronises the threads between operations on two parts of one.
-    barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(barrier, count=COUNT)
-    return barrier
-
-
-@gluon.jit
-def _fetch(desc, row, tile, barrier, FIRST: gl.constexpr, PANELS: gl.constexpr, BOX: gl.constexpr, offset: gl.constexpr):
-    """Fetches `BOX` rows of a matrix, columns `FIRST` on in panels, into a tile from its row `offset` on."""
-    for panel in gl.static_range(PANELS):
-        part = tile
-        if PANELS > 1:
-            part = part.slice(panel * PANEL, PANEL, dim=1)
-        if BOX < BLOCK:
-            part = part.slice(offset, BOX, dim=0)
-        tma_load(desc, [row, FIRST + panel * PANEL], barrier, part)
-
-
-@gluon.jit
-def _fetch_queries(work, buffers, q_full, q_empty, q_desc, item, ROWS: gl.constexpr, HAS_ROPE: gl.constexpr):
-    row = item * ROWS + work.tile * TILE
-    mbarrier.wait(q_empty, ((item - work.first_item) & 1) ^ 1)
-    mbarrier.expect(q_full, TILE * (2 * HALF + (ROPE if HAS_ROPE else 0)) * 2)
-    for half in gl.static_range(2):
-        _fetch(q_desc, row, buffers.q.index(half), q_full, half * HALF, HALF // PANEL, TILE, 0)
-    if HAS_ROPE:
-        _fetch(q_desc, row, buffers.q_rope, q_full, 2 * HALF, 1, TILE, 0)
-
-
-@gluon.jit
-def _row(table_row, token, last, PAGE_SIZE: gl.constexpr, PAGE_ROWS: gl.constexpr):
-    """Row of a token in the matrix that the cache is; behind the last keys stand the last keys again."""
-    token = gl.minimum(token, last)
-    return gl.load(table_row + token // PAGE_SIZE) * PAGE_ROWS + token % PAGE_SIZE
-
-
-@gluon.jit
-def _rows(table_row, start, last, BOX: gl.constexpr, PAGE_SIZE: gl.constexpr, PAGE_ROWS: gl.constexpr):
-    """Where the boxes of a block begin."""
-    if BOX == 64:
-        rows = (_row(table_row, start, last, PAGE_SIZE, PAGE_ROWS),)
-    elif BOX == 32:
-        rows = (
-            _row(table_row, start, last, PAGE_SIZE, PAGE_ROWS),
-            _row(table_row, start + 32, last, PAGE_SIZE, PAGE_ROWS),
-        )
-    else:
-        rows = (
-            _row(table_row, start, last, PAGE_SIZE, PAGE_ROWS),
-            _row(table_row, start + 16, last, PAGE_SIZE, PAGE_ROWS),
-            _row(table_row, start + 32, last, PAGE_SIZE, PAGE_ROWS),
-            _row(table_row, start + 48, last, PAGE_SIZE, PAGE_ROWS),
-        )
-    return rows
-
-
-@gluon.jit
-def _fetch_keys(
-    buffers, full, empty, k_desc, rows, parity, WITH_ROPE: gl.constexpr, BOX: gl.constexpr, WHICH: gl.constexpr,
-    SIDE: gl.constexpr,
-):  # fmt: skip
-    """Fetches one half of the columns of a block, and with the half that is needed first the RoPE part."""
-    TILE_INDEX: gl.constexpr = 2 * WHICH + SIDE
-    barrier = full[TILE_INDEX]
-    mbarrier.wait(empty[TILE_INDEX], parity)
-    mbarrier.expect(barrier, BLOCK * (HALF + (ROPE if WITH_ROPE else 0)) * 2)
-    for box in gl.static_range(BLOCK // BOX):
-        _fetch(k_desc, rows[box], buffers.k.index(TILE_INDEX), barrier, SIDE * HALF, HALF // PANEL, BOX, box * BOX)
-        if WITH_ROPE:
-            _fetch(k_desc, rows[box], buffers.rope.index(WHICH), barrier, 2 * HALF, 1, BOX, box * BOX)
-
-
-@gluon.jit
-def _producer(
-    work, buffers, barriers, q_desc, k_desc, table_ptr, table_stride,
-    ROWS: gl.constexpr, HAS_ROPE: gl.constexpr, PAGE_SIZE: gl.constexpr, PAGE_ROWS: gl.constexpr,
-):  # fmt: skip
-    """Fetches the queries of every item and the keys of every pair."""
-    q_full, q_empty, full, empty, p_full, total_full = barriers
-    BOX: gl.constexpr = PAGE_SIZE if PAGE_SIZE < BLOCK else BLOCK
-    pairs_done = 0
-    for item in range(work.first_item, work.last_item + 1):
-        length, lo, hi = work.keys(item)
-        table_row = table_ptr + item.to(gl.int64) * table_stride
-        last = gl.maximum(hi - 1, 0) // BOX * BOX
-        if lo >= hi:
-            _fetch_queries(work, buffers, q_full, q_empty, q_desc, item, ROWS, HAS_ROPE)
-        for start in range(lo, hi, 2 * BLOCK):
-            parity = (pairs_done & 1) ^ 1
-            rows = _rows(table_row, start, last, BOX, PAGE_SIZE, PAGE_ROWS)
-            _fetch_keys(buffers, full, empty, k_desc, rows, parity, HAS_ROPE, BOX, 0, 0)
-            _fetch_keys(buffers, full, empty, k_desc, rows, parity, False, BOX, 0, 1)
-            rows = _rows(table_row, start + BLOCK, last, BOX, PAGE_SIZE, PAGE_ROWS)
-            if start == lo:  # what the first products of block 0 wait for comes first
-                _fetch_queries(work, buffers, q_full, q_empty, q_desc, item, ROWS, HAS_ROPE)
-            # The right half is given back first.
-            _fetch_keys(buffers, full, empty, k_desc, rows, parity, HAS_ROPE, BOX, 1, 1)
-            _fetch_keys(buffers, full, empty, k_desc, rows, parity, False, BOX, 1, 0)
-            pairs_done += 1
 
 
 @gluon.jit
@@ -228,41 +57,6 @@ def _clear_rows(tile, first):
         part = tile.slice(panel * PANEL, PANEL, dim=1)
         values = part.load(layout)
         part.store(gl.where(gl.expand_dims(row < first, 1), values, gl.zeros_like(values)))
-
-
-@gluon.jit
-def _write(
-    work, item, acc, l, m, out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, sink_ptr,
-    S_Q: gl.constexpr, H_Q: gl.constexpr, ROWS: gl.constexpr, HAS_SINK: gl.constexpr,
-    OUT_STRIDE_B: gl.constexpr, OUT_STRIDE_S: gl.constexpr, OUT_STRIDE_H: gl.constexpr, HALF_INDEX: gl.constexpr,
-):  # fmt: skip
-    """Writes one half of the columns of an item, and with half 0 its log-sum-exp."""
-    row = work.tile * TILE + gl.arange(0, TILE, layout=ROWS_OF_O)
-    row_ok = row < ROWS
-    mask = gl.expand_dims(row_ok, 1)
-    col = gl.expand_dims(HALF_INDEX * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, O_LAYOUT)), 0)
-    empty = l == 0.0
-    l = gl.where(empty, 1.0, l)
-    lse = (m + gl.log2(l)) * LN2
-    factor = 1.0 / l
-    slot = work.slot(item)
-    if slot >= 0:
-        part = slot.to(gl.int64) * ROWS + row
-        gl.store(partial_out_ptr + gl.expand_dims(part * (2 * HALF), 1) + col, acc * gl.expand_dims(factor, 1), mask=mask)
-        if HALF_INDEX == 0:
-            gl.store(partial_lse_ptr + part, gl.where(empty, float("-inf"), lse), mask=row_ok)
-    else:
-        query = row // H_Q
-        head = row % H_Q
-        if HAS_SINK:
-            sink = gl.load(sink_ptr + head, mask=row_ok, other=0.0)
-            factor = factor * gl.where(empty, 0.0, 1.0 / (1.0 + gl.exp2((sink - lse) * LOG2E)))
-        out_row = item.to(gl.int64) * OUT_STRIDE_B + query.to(gl.int64) * OUT_STRIDE_S + head.to(gl.int64) * OUT_STRIDE_H
-        value = (acc * gl.expand_dims(factor, 1)).to(out_ptr.dtype.element_ty)
-        gl.store(out_ptr + gl.expand_dims(out_row, 1) + col, value, mask=mask)
-        if HALF_INDEX == 0:
-            lse_row = (item.to(gl.int64) * H_Q + head) * S_Q + query
-            gl.store(lse_ptr + lse_row, gl.where(empty, float("inf"), lse), mask=row_ok)
 
 
 def _scale_unless_one(n):
@@ -286,25 +80,21 @@ SCALE_CODE, SCALE_CONSTRAINTS = map(gl.constexpr, _scale_unless_one(64))
 
 
 @gluon.jit
-def _rescale(acc, factor, LAZY: gl.constexpr):
-    factor = gl.expand_dims(gl.convert_layout(factor, ROWS_OF_O), 1)
-    if LAZY:
-        factors, _ = gl.broadcast(factor, acc)
-        acc = gl.inline_asm_elementwise(
-            SCALE_CODE, SCALE_CONSTRAINTS, [acc, factors], dtype=gl.float32, is_pure=True, pack=SCALE_PACK
-        )
-    else:
-        acc = acc * factor
-    return acc
+def _rescale(acc, factor):
+    """Rows of the output times their factors, which are nearly always 1."""
+    factors, _ = gl.broadcast(gl.expand_dims(gl.convert_layout(factor, ROWS_OF_O), 1), acc)
+    return gl.inline_asm_elementwise(
+        SCALE_CODE, SCALE_CONSTRAINTS, [acc, factors], dtype=gl.float32, is_pure=True, pack=SCALE_PACK
+    )
 
 
 @gluon.jit
-def _new_maximum(m, top, LAZY: gl.constexpr):
-    if LAZY:
-        m = gl.where(top > m + 8.0, top, m)
-    else:
-        m = gl.maximum(m, top)
-    return m
+def _new_maximum(m, top):
+    """The reference of the exponents: it follows the maximum of the scores once that is 2 ** 8 times larger.
+
+    So the output is seldom rescaled, and P stays far below what its 16 bits hold.
+    """
+    return gl.where(top > m + SLACK, top, m)
 
 
 @gluon.jit
@@ -312,7 +102,7 @@ def _consumer(
     work, buffers, barriers, scale_log2, out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, sink_ptr,
     S_Q: gl.constexpr, H_Q: gl.constexpr, ROWS: gl.constexpr, CAUSAL: gl.constexpr, HAS_SINK: gl.constexpr,
     HAS_ROPE: gl.constexpr, OUT_STRIDE_B: gl.constexpr, OUT_STRIDE_S: gl.constexpr, OUT_STRIDE_H: gl.constexpr,
-    LAZY: gl.constexpr, OWN: gl.constexpr,
+    OWN: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: scores block `OWN` of every pair, and adds P.V of both blocks to half `OWN` of the output."""
     OTHER: gl.constexpr = 1 - OWN
@@ -345,9 +135,7 @@ def _consumer(
             if HAS_ROPE:
                 s = warpgroup_mma(q_rope, buffers.rope.index(zero + OWN).permute((1, 0)), s, is_async=True)
             mbarrier.wait(full[1 + OWN], parity)
-            s = warpgroup_mma(
-                buffers.q.index(zero + OTHER), buffers.k.index(zero + 1 + OWN).permute((1, 0)), s, is_async=True
-            )
+            s = warpgroup_mma(buffers.q.index(zero + OTHER), buffers.k.index(zero + 1 + OWN).permute((1, 0)), s, is_async=True)
             s = warpgroup_mma_wait(0, deps=(s,)) * scale_log2
             start = lo + (2 * pair + OWN) * BLOCK
             if start + BLOCK > whole_blocks_end:
@@ -369,9 +157,9 @@ def _consumer(
                 alpha = gl.exp2(m - m_other)
                 l = l * alpha
                 m = m_other
-                product = warpgroup_mma(buffers.p, buffers.k.index(zero + 1), _rescale(acc, alpha, LAZY), is_async=True)
+                product = warpgroup_mma(buffers.p, buffers.k.index(zero + 1), _rescale(acc, alpha), is_async=True)
 
-            m_new = _new_maximum(m, top, LAZY)
+            m_new = _new_maximum(m, top)
             buffers.top.index(OWN).store(m_new)
             p = gl.exp2(s - gl.expand_dims(m_new, 1))
             p_rounded = p.to(DTYPE)
@@ -389,7 +177,7 @@ def _consumer(
                 mbarrier.arrive(empty[1])
 
             product = warpgroup_mma(
-                gl.convert_layout(p_rounded, P_OF_O), buffers.k.index(zero + 3 * OWN), _rescale(acc, alpha, LAZY), is_async=True
+                gl.convert_layout(p_rounded, P_OF_O), buffers.k.index(zero + 3 * OWN), _rescale(acc, alpha), is_async=True
             )
             acc = warpgroup_mma_wait(0, deps=(product,))
             mbarrier.arrive(empty[3 * OWN])
@@ -400,7 +188,7 @@ def _consumer(
                 alpha = gl.exp2(m - m_other)
                 l = l * alpha
                 m = m_other
-                product = warpgroup_mma(buffers.q_rope, buffers.k.index(zero + 2), _rescale(acc, alpha, LAZY), is_async=True)
+                product = warpgroup_mma(buffers.q_rope, buffers.k.index(zero + 2), _rescale(acc, alpha), is_async=True)
                 acc = warpgroup_mma_wait(0, deps=(product,))
                 mbarrier.arrive(empty[2])
             pairs_done += 1
@@ -410,7 +198,7 @@ def _consumer(
         mbarrier.wait(total_full[OTHER], item_parity)
         l = l + buffers.total.index(OTHER).load(ROWS_OF_S)
         mbarrier.arrive(q_empty)
-        _write(
+        write(
             work, item, acc, gl.convert_layout(l, ROWS_OF_O), gl.convert_layout(m, ROWS_OF_O), out_ptr, lse_ptr,
             partial_out_ptr, partial_lse_ptr, sink_ptr, S_Q, H_Q, ROWS, HAS_SINK, OUT_STRIDE_B, OUT_STRIDE_S, OUT_STRIDE_H,
             OWN,
@@ -454,7 +242,6 @@ def dense_kernel(
     SPLIT_COST: gl.constexpr,
     ITEM_CHUNK: gl.constexpr,
     ROW_TILES: gl.constexpr,
-    LAZY: gl.constexpr,
 ):
     """Grid (programs * row tiles,), tiles fastest; `q_desc` describes q as [b * s_q * h_q, d_qk].
 
@@ -478,9 +265,7 @@ def dense_kernel(
             program, lengths_ptr, items, programs, max_tokens, schedule_ptr, gl.program_id(0) == 0,
             UNIT, FIXED_COST, SPLIT_COST, ITEM_CHUNK,
         )  # fmt: skip
-    work = Work(
-        lengths_ptr, max_tokens, tile, first_item, last_item, first_unit, end_unit, first_slot, last_slot, UNIT
-    )
+    work = Work(lengths_ptr, max_tokens, tile, first_item, last_item, first_unit, end_unit, first_slot, last_slot, UNIT)
     scale_log2 = gl.load(scale_ptr) * LOG2E
 
     # Registers of a thread: addresses of several boxes to a block take the producer more than it has.
@@ -497,20 +282,20 @@ def dense_kernel(
         gl.allocate_shared_memory(gl.float32, [2, TILE], VECTOR),
     )
     barriers = (
-        _new_barrier(1),
-        _new_barrier(2),
-        (_new_barrier(1), _new_barrier(1), _new_barrier(1), _new_barrier(1)),
-        (_new_barrier(1), _new_barrier(1), _new_barrier(1), _new_barrier(1)),
-        (_new_barrier(1), _new_barrier(1)),
-        (_new_barrier(1), _new_barrier(1)),
+        new_barrier(1),
+        new_barrier(2),
+        (new_barrier(1), new_barrier(1), new_barrier(1), new_barrier(1)),
+        (new_barrier(1), new_barrier(1), new_barrier(1), new_barrier(1)),
+        (new_barrier(1), new_barrier(1)),
+        (new_barrier(1), new_barrier(1)),
     )
     gl.warp_specialize(
         [
             (_consumer, (work, buffers, barriers, scale_log2, out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, sink_ptr,
-                         S_Q, H_Q, ROWS, CAUSAL, HAS_SINK, HAS_ROPE, OUT_STRIDE_B, OUT_STRIDE_S, OUT_STRIDE_H, LAZY, 0)),
+                         S_Q, H_Q, ROWS, CAUSAL, HAS_SINK, HAS_ROPE, OUT_STRIDE_B, OUT_STRIDE_S, OUT_STRIDE_H, 0)),
             (_consumer, (work, buffers, barriers, scale_log2, out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, sink_ptr,
-                         S_Q, H_Q, ROWS, CAUSAL, HAS_SINK, HAS_ROPE, OUT_STRIDE_B, OUT_STRIDE_S, OUT_STRIDE_H, LAZY, 1)),
-            (_producer, (work, buffers, barriers, q_desc, k_desc, table_ptr, table_stride, ROWS, HAS_ROPE, PAGE_SIZE,
+                         S_Q, H_Q, ROWS, CAUSAL, HAS_SINK, HAS_ROPE, OUT_STRIDE_B, OUT_STRIDE_S, OUT_STRIDE_H, 1)),
+            (producer, (work, buffers, barriers, q_desc, k_desc, table_ptr, table_stride, ROWS, HAS_ROPE, PAGE_SIZE,
                          PAGE_ROWS)),
         ],
         [4, 1],

@@ -29,12 +29,10 @@ class Tuning:
     Attributes:
       fixed_cost: what starting and ending an item costs, in pairs of blocks.
       split_cost: what splitting costs a call, in pairs of blocks.
-      lazy: 1 to keep a running maximum until a score exceeds it by a factor of 2 ** 8.
     """
 
     fixed_cost: int
     split_cost: int = 4
-    lazy: int = 1
 
     def __post_init__(self):
         for name, value in asdict(self).items():
@@ -65,7 +63,11 @@ def _stride_refusals(problem: Problem) -> list[Refusal]:
             Refusal("q", f"needs rows at equal distances, multiples of 16 bytes, got strides {list(problem.q_strides)}")
         )
     cache = problem.cache
-    if cache.token_stride % 8 or cache.token_stride < problem.d_qk or (cache.num_pages > 1 and cache.page_stride % cache.token_stride):
+    if (
+        cache.token_stride % 8
+        or cache.token_stride < problem.d_qk
+        or (cache.num_pages > 1 and cache.page_stride % cache.token_stride)
+    ):
         reason = "needs tokens at multiples of 16 bytes and pages at multiples of the token stride"
         found.append(Refusal("kv_cache", f"{reason}, got strides {[cache.page_stride, cache.token_stride]}"))
     elif _cache_rows(problem) > INT32_MAX:
@@ -135,7 +137,9 @@ def plan_dense(problem: Problem, facts: DeviceFacts, overrides: dict[str, int] |
     else:
         work = Work.made_by_each(problem, 2 * BLOCK, programs)
     cache = problem.cache
-    q_row_stride = problem.q_strides[2] if problem.h_q > 1 else problem.q_strides[1] if problem.s_q > 1 else problem.q_strides[0]
+    q_row_stride = (
+        problem.q_strides[2] if problem.h_q > 1 else problem.q_strides[1] if problem.s_q > 1 else problem.q_strides[0]
+    )
     constants = work.output_constants()
     attend = Launch(
         kernel=dense_kernel,
@@ -171,7 +175,6 @@ def plan_dense(problem: Problem, facts: DeviceFacts, overrides: dict[str, int] |
             "SPLIT_COST": tuning.split_cost,
             "ITEM_CHUNK": 1024 if problem.batch > 128 else 128,
             "ROW_TILES": row_tiles,
-            "LAZY": bool(tuning.lazy),
         },
         grid=(work.launched * row_tiles, 1, 1),
         num_warps=WARPS,

@@ -53,9 +53,7 @@ def _costs(lengths_ptr, start, items, max_tokens, UNIT: gl.constexpr, FIXED_COST
 @gluon.jit
 def _uniform(x):
     """x, which is the same in all lanes, in a way that lets the compiler know it."""
-    return gl.inline_asm_elementwise(
-        "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
-    )
+    return gl.inline_asm_elementwise("shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit

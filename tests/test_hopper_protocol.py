@@ -1,18 +1,21 @@
-"""A model of how the partitions of `mla_kernels.hopper.dense` wait for each other, run in random orders.
+"""A model of how the partitions of the kernel in `mla_kernels.hopper` wait for each other, run in random orders.
 
 A partition is a generator, a barrier counts as the hardware's does, and what TMA fetches arrives whenever it likes.  Each
 buffer knows what lies in it and who is reading or writing it, so that an access that could meet another one, or that finds
 something else than it should, is an error in some order.
 """
 
+import importlib
 import inspect
+import pkgutil
 import random
 import re
 from collections.abc import Iterator, Sequence
 
 import pytest
+from triton.experimental.gluon._runtime import GluonJITFunction
 
-from mla_kernels.hopper import dense
+from mla_kernels import hopper
 
 # What a partition waits for and signals, in the order of the source: the model below says the same.
 SOURCE = {
@@ -195,12 +198,20 @@ class Model:
             self.q_empty.arrive()
 
 
-@pytest.mark.parametrize("function", SOURCE)
-def test_the_model_is_of_this_kernel(function):
+def calls_in_source() -> dict[str, str]:
+    """What each function of the package waits for and signals."""
+    found = {}
+    for module in pkgutil.iter_modules(hopper.__path__):
+        for name, value in vars(importlib.import_module(f"{hopper.__name__}.{module.name}")).items():
+            if isinstance(value, GluonJITFunction):
+                calls = re.findall(r"mbarrier\.(wait|arrive|expect)\(([\w \[\]*+]+)", inspect.getsource(value.fn))
+                found[name] = ", ".join(f"{what} {barrier}" for what, barrier in calls)
+    return {name: calls for name, calls in found.items() if calls}
+
+
+def test_the_model_is_of_this_kernel():
     """A change of who waits for whom belongs into the model first."""
-    source = inspect.getsource(getattr(dense, function).fn)
-    calls = re.findall(r"mbarrier\.(wait|arrive|expect)\(([\w \[\]*+]+)", source)
-    assert ", ".join(f"{what} {barrier}" for what, barrier in calls) == SOURCE[function]
+    assert calls_in_source() == SOURCE
 
 
 @pytest.mark.parametrize("has_rope", [True, False], ids=["rope", "no-rope"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._subclasses import FakeTensor
@@ -66,16 +66,14 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 }
 
 
-class _Spec(NamedTuple):
-    """What the checks need of a tensor; hashable and cheap to make."""
+# What the checks need of a tensor: dtype, shape, strides, and whether its address is a multiple of `ALIGNMENT`.  A plain tuple,
+# because every call makes some.
+_Spec = tuple[torch.dtype, torch.Size, tuple[int, ...], bool]
 
-    dtype: torch.dtype
-    shape: torch.Size
-    strides: tuple[int, ...]
-    aligned: bool
 
-    def tensor_spec(self) -> TensorSpec:
-        return TensorSpec(tuple(self.shape), str(self.dtype).removeprefix("torch."), tuple(self.strides), self.aligned)
+def _tensor_spec(spec: _Spec) -> TensorSpec:
+    dtype, shape, strides, aligned = spec
+    return TensorSpec(tuple(shape), str(dtype).removeprefix("torch."), tuple(strides), aligned)
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,7 @@ def _prepare(
     num_splits: int | None,
     implementation: str | tuple[str, ...] | None,
 ) -> _Prepared:
-    given: dict[str, Any] = {name: spec.tensor_spec() for name, spec in zip(_TENSORS, specs, strict=True) if spec is not None}
+    given: dict[str, Any] = {name: _tensor_spec(spec) for name, spec in zip(_TENSORS, specs, strict=True) if spec is not None}
     problem = make_problem(
         **given,
         head_dim_v=head_dim_v,
@@ -175,7 +173,7 @@ def _check_tensors(tensors: Mapping[str, Any]) -> tuple[_Spec | None, ...]:
         if tensor.layout is not torch.strided:
             raise ValueError(f"{name}: expected a strided tensor, got layout {tensor.layout}")
         aligned = name not in _ALIGNED or _is_aligned(tensor)
-        specs.append(_Spec(tensor.dtype, tensor.shape, tensor.stride(), aligned))
+        specs.append((tensor.dtype, tensor.shape, tensor.stride(), aligned))
     return tuple(specs)
 
 

@@ -103,8 +103,8 @@ def decode(
       cache_format: `bf16`, `fp16`, `v32_fp8` or `model1_fp8`; None takes it from dtype and width of `kv_cache`.
       page_size: tokens of a page; needed for pages given as [pages, page_bytes].  A pair for (kv_cache, extra_kv_cache).
       num_splits: cuts each request into exactly this many ranges, whatever else is in the batch; None lets the schedule decide.
-      implementation: `"hopper"`, `"triton"`, `"reference"`, or a sequence of names tried in order.  None takes the best kernels on
-        CUDA and the reference on other platforms, in one traced function.
+      implementation: `"hopper"`, `"triton"`, `"reference"`, or a sequence of names tried in order.  None takes the best
+        kernels on CUDA and the reference on other platforms, in one traced function.
 
     Returns:
       out [b, s_q, h_q, d_v] in the dtype of `q`, and the natural log-sum-exp of the scaled scores, fp32 [b, h_q, s_q].  A

@@ -10,6 +10,7 @@ from ..launch import Buffer, Launch, Plan, Refusal, TileDescriptor
 from ..problem import INT32_MAX, Problem
 from ..work import Work, cdiv
 from .dense import dense_kernel
+from .schedule import LONGEST_LINE
 
 SWITCH = "MLA_DECODE_HOPPER"  # an environment variable: "0" turns the fast paths off
 
@@ -19,6 +20,7 @@ ROWS = 64  # of a tile
 BLOCK = 64  # keys
 PANEL = 64  # columns that one TMA box holds
 LEAST_PAGE = 16
+MOST_FIXED_COST = 16
 WARPS = 4  # of the first partition; the others are in the kernel
 
 
@@ -38,6 +40,8 @@ class Tuning:
         for name, value in asdict(self).items():
             if not isinstance(value, int) or value < 0:
                 raise ValueError(f"{name}: expected an int of at least 0, got {value!r}")
+        if self.fixed_cost > MOST_FIXED_COST:
+            raise ValueError(f"fixed_cost: expected at most {MOST_FIXED_COST}, got {self.fixed_cost}")
 
 
 def shared_memory(d_qk: int) -> int:
@@ -116,6 +120,11 @@ def refusals(problem: Problem, facts: DeviceFacts) -> tuple[Refusal, ...]:
     found += _stride_refusals(problem)
     if problem.width * size > INT32_MAX - 2 * max(size, 1024):
         found.append(Refusal("block_table", f"room for fewer than 2**31 keys a row, got {problem.width * size}"))
+    line = problem.batch * (problem.max_tokens // (2 * BLOCK) + 1 + MOST_FIXED_COST)
+    if line >= LONGEST_LINE:
+        found.append(
+            Refusal("block_table", f"room for fewer than {LONGEST_LINE * 2 * BLOCK} keys in all, got {line * 2 * BLOCK}")
+        )
     if max(problem.table_strides) > INT32_MAX:
         found.append(Refusal("block_table", f"strides below 2**31, got {list(problem.table_strides)}"))
     rows = problem.batch * problem.s_q * problem.h_q

@@ -1,10 +1,13 @@
 """The schedule of a call as each program of a Gluon kernel makes it for itself: the same line and rules as `..schedule`.
 
-A separate kernel, however short, would cost a small call more than the attention does.
+A separate kernel, however short, would cost a small call more than the attention does.  All is counted in 32 bits: a plan
+sees to it that the line is shorter than `LONGEST_LINE`.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+LONGEST_LINE = 2**30
 
 INT32_MAX = gl.constexpr(2**31 - 1)
 
@@ -47,7 +50,7 @@ def _costs(lengths_ptr, start, items, max_tokens, UNIT: gl.constexpr, FIXED_COST
     item = start + gl.arange(0, CHUNK, layout=layout)
     real = item < items
     units = item_units(item_length(lengths_ptr + item, max_tokens, real), UNIT)
-    return item, real, gl.where(real, units + FIXED_COST, 0).to(gl.int64)
+    return item, real, gl.where(real, units + FIXED_COST, 0)
 
 
 @gluon.jit
@@ -65,8 +68,8 @@ def stretch(
 
     With `writes_list`, also writes the number of split items and (item, first slot, pieces) of each to `splits_ptr`.
     """
-    total = gl.to_tensor(0).to(gl.int64)
-    longest = total
+    total = gl.to_tensor(0)
+    longest = gl.to_tensor(0)
     for start in range(0, items, CHUNK):
         item, real, cost = _costs(lengths_ptr, start, items, max_tokens, UNIT, FIXED_COST, CHUNK)
         chunk_total, chunk_longest = gl.reduce((cost, cost), 0, _sum_and_maximum)
@@ -100,7 +103,7 @@ def stretch(
             end = base + gl.associative_scan(cost, 0, _add)
             begin = end - cost
             first_program = (begin + FIXED_COST) // quota
-            pieces = gl.where(real, (end - 1) // quota - first_program + 1, 1).to(gl.int32)
+            pieces = gl.where(real, (end - 1) // quota - first_program + 1, 1)
             split = (pieces > 1).to(gl.int32)
             done = end <= lo  # the item ends before the stretch
             begun = (begin + FIXED_COST < hi) & real  # it has units before the end of the stretch
@@ -123,12 +126,12 @@ def stretch(
                 rank = num_split + gl.associative_scan(split, 0, _add) - split
                 entry = splits_ptr + 1 + rank * 3
                 gl.store(entry, item, mask=split > 0)
-                gl.store(entry + 1, first_program.to(gl.int32) + rank, mask=split > 0)
+                gl.store(entry + 1, first_program + rank, mask=split > 0)
                 gl.store(entry + 2, pieces, mask=split > 0)
             base = last
             num_split += splits
-        first_unit = gl.maximum(lo - first_start - FIXED_COST, 0).to(gl.int32)
-        end_unit = (gl.minimum(hi, last_end) - last_start - FIXED_COST).to(gl.int32)
+        first_unit = gl.maximum(lo - first_start - FIXED_COST, 0)
+        end_unit = gl.minimum(hi, last_end) - last_start - FIXED_COST
         first_partial = (first_unit > 0) | ((first_item == last_item) & (hi < last_end))
         first_slot = gl.where(first_partial, program + first_rank, -1)
         last_slot = gl.where(hi >= last_end, -1, program + last_rank)

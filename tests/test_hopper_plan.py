@@ -83,7 +83,8 @@ REFUSED: dict[str, tuple[Any, Any, str, str]] = {  # call, device, argument, wha
     "2**31-keys": ({"width": 2**25}, H200, "block_table", "2\\*\\*31 keys"),
     "table-strides": ({"table_strides": (2**31, 1)}, H200, "block_table", "strides"),
     "2**31-programs": ({"batch": 2**21, "h_q": 16, "num_splits": 2**10}, H200, "num_splits", "2\\*\\*31 programs"),
-    "2**31-rows-of-q": ({"batch": 2**24, "h_q": 128}, H200, "q", "2\\*\\*31"),
+    "many-keys-in-all": ({"batch": 65, "width": 2**25 - 64}, H200, "block_table", "keys in all"),
+    "2**31-rows-of-q": ({"batch": 2**24, "h_q": 128, "width": 1}, H200, "q", "2\\*\\*31"),
 }
 
 

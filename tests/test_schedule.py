@@ -12,7 +12,7 @@ import pytest
 
 from mla_kernels.device import DeviceFacts
 from mla_kernels.hopper import schedule as hopper_schedule
-from mla_kernels.hopper.plan import plan_dense
+from mla_kernels.hopper.plan import plan_dense, refusals
 from mla_kernels.plan import plan_decode
 from mla_kernels.problem import TensorSpec, make_problem
 from mla_kernels.schedule import WORK_FIELDS, num_slots, schedule_kernel, schedule_size
@@ -336,12 +336,26 @@ def test_seventy_thousand_requests(kind, programs, plan):
     assert schedule.whole == (kind == "equal")
 
 
-@both_plans
+@pytest.mark.parametrize("programs", [1, 2, 7, 132])
+@pytest.mark.parametrize("lengths", ["longest", "one long", "ragged"])
+def test_the_longest_line_of_the_hopper_path(programs, lengths):
+    """It counts in 32 bits, and refuses what could be too long for them."""
+    pages = 2**31 // PAGE_SIZE - 64
+    plans = [plan_of(batch, programs, pages=pages, plan=plan_dense) for batch in (63, 65)]
+    assert [bool(refusals(plan.problem, plan.facts)) for plan in plans] == [False, True]
+    many = np.full(63, 2**31 - 1)
+    if lengths == "one long":
+        many[:-1] = 1
+    elif lengths == "ragged":
+        many = np.random.default_rng(0).integers(0, 2**31, 63)
+    assert_valid(run(plans[0], many))
+
+
 @pytest.mark.parametrize("programs", [7, 132])
-def test_totals_beyond_32_bits(programs, plan):
+def test_totals_beyond_32_bits(programs):
     """The units of all requests together need 64 bits."""
     batch, pages = 3000, 2**31 // PAGE_SIZE - 64
-    schedule = run(plan_of(batch, programs, pages=pages, plan=plan), np.full(batch, 2**31 - 1))
+    schedule = run(plan_of(batch, programs, pages=pages), np.full(batch, 2**31 - 1))
     assert int(schedule.units.sum()) > 2**35
     assert not schedule.whole
     assert_valid(schedule)

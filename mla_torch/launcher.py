@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 import triton
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mla_kernels.attend import attend_kernel
 from mla_kernels.device import INTERPRETER, DeviceFacts
@@ -143,10 +145,6 @@ def _descriptor_maker(tile: TileDescriptor) -> Callable[[torch.Tensor], Any]:
     Triton's constructor checks every field, which takes several times as long as all else here.  It does so once: what it
     made is copied without being called again, and each descriptor is a new object, so that threads share none.
     """
-    # Here, so that a plan without descriptors does not import Gluon.
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     nothing = torch.empty(0, dtype=torch.bfloat16, device="cpu")  # a tensor of a call would be kept alive
     checked = TensorDescriptor(nothing, list(tile.shape), [tile.row_stride, 1], list(tile.block_shape), layout=layout)
@@ -235,6 +233,8 @@ class Program:
         self.scratch_size = 0
         for name, buffer in plan.buffers.items():
             if name not in ("out", "lse"):
+                if buffer.dtype not in ("float32", "int32"):
+                    raise ValueError(f"{name}: scratch has elements of 4 bytes, got {buffer.dtype}")
                 self.scratch[name] = self.scratch_size, buffer
                 self.scratch_size += -(-math.prod(buffer.shape) // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
         out = plan.buffers["out"]

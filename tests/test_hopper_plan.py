@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -72,6 +75,9 @@ REFUSED: dict[str, tuple[Any, Any, str, str]] = {  # call, device, argument, wha
     "q-unaligned": ({"aligned": (False, True)}, H200, "q", "16 bytes"),
     "cache-unaligned": ({"aligned": (True, False)}, H200, "q", "kv_cache to start at multiples of 16 bytes"),
     "heads-at-odd-strides": ({"q_strides": (128 * 580, 128 * 580, 580, 1)}, H200, "q", "strides .*580"),
+    "one-row-for-all-requests": ({"h_q": 1, "q_strides": (0, 576, 576, 1)}, H200, "q", r"\[0, 576, 576\]"),
+    "one-row-for-all-heads": ({"batch": 1, "h_q": 16, "q_strides": (576, 576, 0, 1)}, H200, "q", r"\[576, 576, 0\]"),
+    "rows-that-overlap": ({"q_strides": (128 * 8, 128 * 8, 8, 1)}, H200, "q", "strides"),
     "requests-apart": ({"q_strides": (129 * 576, 129 * 576, 576, 1)}, H200, "q", "equal distances"),
     "queries-apart": ({"s_q": 2, "q_strides": (256 * 576, 64 * 576, 576, 1)}, H200, "q", "equal distances"),
     "queries-before-requests": ({"s_q": 2, "q_strides": (128 * 576, 512 * 576, 576, 1)}, H200, "q", "equal distances"),
@@ -90,7 +96,7 @@ REFUSED: dict[str, tuple[Any, Any, str, str]] = {  # call, device, argument, wha
 
 @pytest.fixture(autouse=True)
 def switched_on(monkeypatch):
-    monkeypatch.delenv(hopper.SWITCH, raising=False)
+    monkeypatch.setattr(hopper, "TURNED_OFF", False)
 
 
 @pytest.mark.parametrize("call", SERVED.values(), ids=SERVED)
@@ -116,14 +122,19 @@ def test_all_reasons_are_given_at_once():
     assert sorted(found) == ["kv_cache", "kv_cache", "q", "q", "q"]
 
 
-@pytest.mark.parametrize(("value", "on"), [("0", False), ("1", True), ("", True)])
-def test_the_switch(value, on, monkeypatch):
-    monkeypatch.setenv("MLA_DECODE_HOPPER", value)
-    reasons = hopper.refusals(dense_problem(), H200)
-    assert (reasons == ()) == on
-    if not on:
-        (reason,) = reasons
-        assert str(reason) == "implementation: turned off by MLA_DECODE_HOPPER=0"
+@pytest.mark.parametrize(
+    ("value", "reasons"), [("0", ["implementation: turned off by MLA_DECODE_HOPPER=0"]), ("1", []), ("", [])]
+)
+def test_the_switch(value, reasons):
+    """It is read once: what a call was found to be served by is kept."""
+    code = """
+from mla_kernels.hopper import plan
+from tests.test_hopper_plan import H200, dense_problem
+print([str(reason) for reason in plan.refusals(dense_problem(), H200)])
+"""
+    environment = {**os.environ, "MLA_DECODE_HOPPER": value, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.stdout.strip() == str(reasons), done.stderr
 
 
 def implementations() -> list[Any]:

@@ -38,7 +38,8 @@ def combine_kernel(
 ):
     """Merges pieces into `out` and `lse`, in place: rows of items that were not split are left as they are.
 
-    A piece is its own softmax: an output and the natural log-sum-exp of its scores, -inf where it had no key.
+    A piece is its own softmax: an output and the natural log-sum-exp of its scores, -inf where it had no key.  Every piece has
+    been written, those without keys too.
     Grid (any,): the programs share out (split item, row, columns) among themselves.
     """
     ALL_ROWS: tl.constexpr = KV_HEADS * ROWS

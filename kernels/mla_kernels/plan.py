@@ -204,7 +204,7 @@ def plan_decode(problem: Problem, facts: DeviceFacts, overrides: dict[str, int] 
     if num_splits is not None:
         work = Work.fixed(problem, num_splits)
     else:
-        work = Work.made(problem, tiles.block_n, programs, max(programs, geometry.items))
+        work = Work.made(problem, tiles.block_n, programs)
 
     has_extra = problem.extra is not None
     extra_cache, extra_table = ("extra_kv_cache", "extra_table") if has_extra else ("kv_cache", "table")

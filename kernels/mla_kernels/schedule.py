@@ -7,14 +7,13 @@ schedule serves all tiles.  A *program* owns one contiguous stretch of the line 
 
 Two schedules compete, by their estimated time:
 
-- whole: as many items for every launched program, nothing is split and nothing needs merging.  Full batches of similar
-  lengths take this one.
+- whole: a program per item, nothing is split and nothing needs merging.  Full batches of similar lengths take this one.
 - balanced: `programs` equal stretches.  An item that lies in more than one is *split*: each piece writes a partial result
   into a scratch slot of its own, and the combine kernel merges them.  At most `programs - 1` cuts exist, so at most
   `programs - 1 + min(items, programs - 1)` slots, whatever the lengths.
 
-Layout of the schedule, int32: `WORK_FIELDS` numbers per launched program, then the number of split items, then (item, first
-slot, number of pieces) for each.
+Layout of the schedule, int32: `WORK_FIELDS` numbers per program (`max(programs, items)` of them), then the number of
+split items, then (item, first slot, number of pieces) for each.
 """
 
 from __future__ import annotations
@@ -95,13 +94,12 @@ def _chunk_of_items(
     return item, real, item_units(length, extra_length, UNIT)
 
 
-@triton.jit(do_not_specialize=["items", "programs", "launched", "max_tokens", "extra_tokens"])
+@triton.jit(do_not_specialize=["items", "programs", "max_tokens", "extra_tokens"])
 def schedule_kernel(
     lengths_ptr,
     extra_lengths_ptr,
     items,
     programs,
-    launched,
     max_tokens,
     extra_tokens,
     schedule_ptr,
@@ -131,33 +129,26 @@ def schedule_kernel(
     quota = tl.maximum((total + programs - 1) // programs, 1)
     mean = total // items
     rounds = (items + programs - 1) // programs
-    items_each = (items + launched - 1) // launched
-    if items_each > 1:  # which of them fall to one program is not looked at: at worst all the longest
-        whole_time = longest.to(tl.int64) * items_each
-    elif items <= programs:
+    whole_time = tl.maximum(tl.maximum(mean * rounds, longest), quota + (longest - mean) // 2)
+    if items <= programs:
         whole_time = longest.to(tl.int64)
-    else:  # as many programs as items, which start as others end
-        whole_time = tl.maximum(tl.maximum(mean * rounds, longest), quota + (longest - mean) // 2)
     whole = whole_time <= quota + FIXED_COST + SPLIT_COST
+    slots = tl.maximum(programs, items)
 
     if whole:
-        for start in range(0, launched, ITEM_CHUNK):
-            program = start + tl.arange(0, ITEM_CHUNK)
-            first = program * items_each
-            last = tl.minimum(first + items_each, items) - 1
-            length, extra_length = item_lengths(
-                last, first < items, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens,
-                QUERIES, HAS_LENGTH, HAS_EXTRA, HAS_EXTRA_LENGTH,
+        for start in range(0, slots, ITEM_CHUNK):
+            item, real, units = _chunk_of_items(
+                start, items, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens,
+                ITEM_CHUNK, QUERIES, HAS_LENGTH, HAS_EXTRA, HAS_EXTRA_LENGTH, UNIT,
             )  # fmt: skip
-            work = schedule_ptr + program * WORK_FIELDS
-            real = program < launched
-            tl.store(work, first, mask=real)
-            tl.store(work + 1, tl.where(first < items, last, first - 1), mask=real)
-            tl.store(work + 2, first * 0, mask=real)
-            tl.store(work + 3, item_units(length, extra_length, UNIT), mask=real)
-            tl.store(work + 4, first * 0 - 1, mask=real)
-            tl.store(work + 5, first * 0 - 1, mask=real)
-        tl.store(schedule_ptr + launched * WORK_FIELDS, 0)
+            work = schedule_ptr + item * WORK_FIELDS
+            tl.store(work, item, mask=item < slots)
+            tl.store(work + 1, tl.where(real, item, item - 1), mask=item < slots)
+            tl.store(work + 2, item * 0, mask=item < slots)
+            tl.store(work + 3, units, mask=item < slots)
+            tl.store(work + 4, item * 0 - 1, mask=item < slots)
+            tl.store(work + 5, item * 0 - 1, mask=item < slots)
+        tl.store(schedule_ptr + slots * WORK_FIELDS, 0)
     else:
         # A program's stretch [lo, hi) is found by comparing it with the ends of all items, a block of items at a time.
         program = tl.arange(0, PROGRAM_BLOCK)
@@ -172,7 +163,7 @@ def schedule_kernel(
         last_end = lo * 0
         base = tl.zeros([], tl.int64)
         num_split = tl.zeros([], tl.int32)
-        splits_ptr = schedule_ptr + launched * WORK_FIELDS + 1
+        splits_ptr = schedule_ptr + slots * WORK_FIELDS + 1
         for start in range(0, items, PAIR_CHUNK):
             item, real, units = _chunk_of_items(
                 start, items, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens,
@@ -214,7 +205,7 @@ def schedule_kernel(
         tl.store(work + 3, (tl.minimum(hi, last_end) - last_start - FIXED_COST).to(tl.int32), mask=real)
         tl.store(work + 4, tl.where(first_partial, program + first_rank, -1), mask=real)
         tl.store(work + 5, tl.where(to_the_end, -1, program + last_rank), mask=real)
-        for start in range(0, launched - programs, ITEM_CHUNK):
+        for start in range(0, slots - programs, ITEM_CHUNK):
             idle = programs + start + tl.arange(0, ITEM_CHUNK)
-            tl.store(schedule_ptr + idle * WORK_FIELDS, idle * 0, mask=idle < launched)
-            tl.store(schedule_ptr + idle * WORK_FIELDS + 1, idle * 0 - 1, mask=idle < launched)
+            tl.store(schedule_ptr + idle * WORK_FIELDS, idle * 0, mask=idle < slots)
+            tl.store(schedule_ptr + idle * WORK_FIELDS + 1, idle * 0 - 1, mask=idle < slots)

@@ -21,6 +21,11 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def item_chunk(items: int) -> int:
+    """Items that a schedule looks at at once."""
+    return 1024 if items > 128 else 128
+
+
 @dataclass(frozen=True)
 class Geometry:
     """How a problem falls into items, rows and columns.
@@ -78,16 +83,16 @@ class Work:
     each_makes: bool = False
 
     @staticmethod
-    def made(problem: Problem, unit: int, programs: int, launched: int) -> Work:
-        """By a schedule that is made on the device from the lengths."""
+    def made(problem: Problem, unit: int, programs: int) -> Work:
+        """By a schedule that a kernel makes on the device from the lengths."""
         geometry = Geometry.of(problem)
         slots = num_slots(programs, geometry.items) if programs > 1 else 0
-        return Work(problem, geometry, None, unit, programs, launched, slots)
+        return Work(problem, geometry, None, unit, programs, max(programs, geometry.items), slots)
 
     @staticmethod
     def made_by_each(problem: Problem, unit: int, programs: int) -> Work:
         """By a schedule that every program makes for itself."""
-        return replace(Work.made(problem, unit, programs, programs), each_makes=True)
+        return replace(Work.made(problem, unit, programs), launched=programs, each_makes=True)
 
     @staticmethod
     def fixed(problem: Problem, num_splits: int) -> Work:
@@ -172,7 +177,7 @@ class Work:
         launch = Launch(
             kernel=schedule_kernel,
             inputs=(self.lengths, self.extra_lengths),
-            scalars=(items, self.programs, self.launched, problem.max_tokens, problem.extra_width),
+            scalars=(items, self.programs, problem.max_tokens, problem.extra_width),
             outputs=("schedule",),
             constexprs={
                 "QUERIES": self.geometry.queries,
@@ -182,7 +187,7 @@ class Work:
                 "UNIT": self.unit,
                 "FIXED_COST": fixed_cost,
                 "SPLIT_COST": split_cost,
-                "ITEM_CHUNK": 1024 if items > 128 else 128,
+                "ITEM_CHUNK": item_chunk(items),
                 "PAIR_CHUNK": max(8192 // program_block, 8),
                 "PROGRAM_BLOCK": program_block,
             },

@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from . import sizes
 from .output import write
 from .parts import (
     BLOCK,
@@ -46,6 +47,10 @@ from .parts import (
 )
 from .producer import producer
 from .schedule import item_length, item_units, stretch
+
+CONSUMER_REGISTERS = gl.constexpr(sizes.CONSUMER_REGISTERS)
+PRODUCER_REGISTERS = gl.constexpr(sizes.PRODUCER_REGISTERS)
+MORE_REGISTERS = gl.constexpr(sizes.MORE_REGISTERS)
 
 
 @gluon.jit
@@ -75,8 +80,8 @@ def _scale_unless_one(n):
     return " ".join(code), ",".join(constraints)
 
 
-SCALE_PACK = gl.constexpr(64)
-SCALE_CODE, SCALE_CONSTRAINTS = map(gl.constexpr, _scale_unless_one(64))
+SCALE_PACK = gl.constexpr(64)  # accumulators of a thread at once: inline assembly takes no more operands
+SCALE_CODE, SCALE_CONSTRAINTS = map(gl.constexpr, _scale_unless_one(SCALE_PACK.value))
 
 
 @gluon.jit
@@ -94,7 +99,7 @@ def _new_maximum(m, top):
 
     So the output is seldom rescaled, and P stays far below what its 16 bits hold.
     """
-    return gl.where(top > m + SLACK, top, m)
+    return gl.where(top - m > SLACK, top, m)
 
 
 @gluon.jit
@@ -268,8 +273,7 @@ def dense_kernel(
     work = Work(lengths_ptr, max_tokens, tile, first_item, last_item, first_unit, end_unit, first_slot, last_slot, UNIT)
     scale_log2 = gl.load(scale_ptr) * LOG2E
 
-    # Registers of a thread: addresses of several boxes to a block take the producer more than it has.
-    MORE: gl.constexpr = 16 if PAGE_SIZE < BLOCK else 0
+    MORE: gl.constexpr = MORE_REGISTERS if PAGE_SIZE < BLOCK else 0
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_rope = gl.allocate_shared_memory(DTYPE, [TILE, ROPE], q_desc.layout)
     buffers = Buffers(
@@ -299,5 +303,5 @@ def dense_kernel(
                          PAGE_ROWS)),
         ],
         [4, 1],
-        [240 - MORE // 2, 24 + MORE],  # the first partition gets what is left, as much as the second
+        [CONSUMER_REGISTERS - MORE // 2, PRODUCER_REGISTERS + MORE],  # the first partition gets what is left, as the second
     )  # fmt: skip

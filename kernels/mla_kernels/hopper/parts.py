@@ -7,19 +7,21 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..softmax import LN2 as _LN2
 from ..softmax import LOG2E as _LOG2E
+from ..softmax import LOWEST as _LOWEST
+from . import sizes
 from .gluon_names import aggregate
 from .schedule import item_length, item_units
 
 LN2 = gl.constexpr(_LN2.value)
 LOG2E = gl.constexpr(_LOG2E.value)
-LOWEST = gl.constexpr(-1.0e30)  # a running maximum below every score, and finite also after it was subtracted from one
+LOWEST = gl.constexpr(_LOWEST.value)
+SLACK = gl.constexpr(8.0)  # powers of two by which scores may exceed the reference of the exponents
 
-TILE = gl.constexpr(64)  # rows of a tile: what one wgmma takes
-BLOCK = gl.constexpr(64)  # keys of a block
-HALF = gl.constexpr(256)  # columns of a half of V
-ROPE = gl.constexpr(64)  # columns of the key beyond V
-SLACK = gl.constexpr(8.0)  # in powers of two
-PANEL = gl.constexpr(64)  # columns that TMA fetches at once: 128 bytes, the swizzle
+TILE = gl.constexpr(sizes.TILE)
+BLOCK = gl.constexpr(sizes.BLOCK)
+HALF = gl.constexpr(sizes.D_V // 2)
+ROPE = gl.constexpr(sizes.ROPE)
+PANEL = gl.constexpr(sizes.PANEL)
 
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 O_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))

@@ -8,20 +8,16 @@ from dataclasses import asdict, dataclass, replace
 from ..device import DeviceFacts
 from ..launch import Buffer, Launch, Plan, Refusal, TileDescriptor
 from ..problem import INT32_MAX, Problem
-from ..work import Work, cdiv
+from ..work import Work, cdiv, item_chunk
 from .dense import dense_kernel
 from .schedule import LONGEST_LINE
+from .sizes import BLOCK, D_V, PANEL, ROPE, TILE, WARPS
 
-SWITCH = "MLA_DECODE_HOPPER"  # an environment variable: "0" turns the fast paths off
+SWITCH = "MLA_DECODE_HOPPER"  # an environment variable: "0" when this is imported turns the path off
+TURNED_OFF = os.environ.get(SWITCH) == "0"
 
-D_V = 512
-ROPE = 64
-ROWS = 64  # of a tile
-BLOCK = 64  # keys
-PANEL = 64  # columns that one TMA box holds
 LEAST_PAGE = 16
-MOST_FIXED_COST = 16
-WARPS = 4  # of the first partition; the others are in the kernel
+MOST_COST = 64
 
 
 @dataclass(frozen=True)
@@ -38,31 +34,36 @@ class Tuning:
 
     def __post_init__(self):
         for name, value in asdict(self).items():
-            if not isinstance(value, int) or value < 0:
-                raise ValueError(f"{name}: expected an int of at least 0, got {value!r}")
-        if self.fixed_cost > MOST_FIXED_COST:
-            raise ValueError(f"fixed_cost: expected at most {MOST_FIXED_COST}, got {self.fixed_cost}")
+            if not isinstance(value, int) or not 0 <= value <= MOST_COST:
+                raise ValueError(f"{name}: expected an int of 0 to {MOST_COST}, got {value!r}")
 
 
 def shared_memory(d_qk: int) -> int:
     """Bytes of shared memory of a program: queries, two blocks of keys, P0 (P1 lies over the RoPE part of the queries)."""
-    tiles = ROWS * (D_V + ROPE) + 2 * BLOCK * d_qk + ROWS * BLOCK
-    vectors = 4 * 4 * ROWS
+    tiles = TILE * (D_V + ROPE) + 2 * BLOCK * d_qk + TILE * BLOCK
+    vectors = 4 * 4 * TILE
     barriers_and_arguments = 1024
     return 2 * tiles + vectors + barriers_and_arguments
+
+
+def _q_row_stride(problem: Problem) -> int:
+    """Elements from row to row of q as a matrix [b * s_q * h_q, d_qk]."""
+    extents = (problem.h_q, problem.s_q, problem.batch)
+    strides = reversed(problem.q_strides)
+    return next((stride for extent, stride in zip(extents, strides, strict=True) if extent > 1), problem.d_qk)
 
 
 def _stride_refusals(problem: Problem) -> list[Refusal]:
     """TMA describes q and the cache as matrices: rows at equal distances, all at multiples of 16 bytes."""
     found = []
-    row = problem.q_strides[2] if problem.h_q > 1 else problem.q_strides[1] if problem.s_q > 1 else problem.q_strides[0]
+    row = _q_row_stride(problem)
     extents = (problem.batch, problem.s_q, problem.h_q)
     expected = row
     flat = True
     for extent, stride in zip(reversed(extents), reversed(problem.q_strides), strict=True):
         flat = flat and (extent == 1 or stride == expected)
         expected *= extent
-    if not flat or row % 8:
+    if not flat or row % 8 or row < problem.d_qk:
         found.append(
             Refusal("q", f"needs rows at equal distances, multiples of 16 bytes, got strides {list(problem.q_strides)}")
         )
@@ -92,7 +93,7 @@ def _cache_rows(problem: Problem) -> int:
 def refusals(problem: Problem, facts: DeviceFacts) -> tuple[Refusal, ...]:
     """Why the fast path does not serve `problem` on this device; empty if it does."""
     found = []
-    if os.environ.get(SWITCH) == "0":
+    if TURNED_OFF:
         found.append(Refusal("implementation", f"turned off by {SWITCH}=0"))
     if facts.interpreted:
         found.append(Refusal("q", "Gluon kernels cannot be interpreted"))
@@ -120,16 +121,18 @@ def refusals(problem: Problem, facts: DeviceFacts) -> tuple[Refusal, ...]:
     found += _stride_refusals(problem)
     if problem.width * size > INT32_MAX - 2 * max(size, 1024):
         found.append(Refusal("block_table", f"room for fewer than 2**31 keys a row, got {problem.width * size}"))
-    line = problem.batch * (problem.max_tokens // (2 * BLOCK) + 1 + MOST_FIXED_COST)
-    if line >= LONGEST_LINE:
+    line = problem.batch * (problem.max_tokens // (2 * BLOCK) + 1 + MOST_COST)
+    if problem.num_splits is None and line >= LONGEST_LINE:
         found.append(
             Refusal("block_table", f"room for fewer than {LONGEST_LINE * 2 * BLOCK} keys in all, got {line * 2 * BLOCK}")
         )
     if max(problem.table_strides) > INT32_MAX:
         found.append(Refusal("block_table", f"strides below 2**31, got {list(problem.table_strides)}"))
     rows = problem.batch * problem.s_q * problem.h_q
-    programs = problem.batch * (problem.num_splits or 1) * cdiv(problem.s_q * problem.h_q, ROWS)
-    if max(rows, programs) > INT32_MAX - ROWS:
+    programs = problem.batch * (problem.num_splits or 1) * cdiv(problem.s_q * problem.h_q, TILE)
+    if rows > INT32_MAX - TILE:
+        found.append(Refusal("q", f"fewer than 2**31 rows, got {rows}"))
+    elif programs > INT32_MAX:
         found.append(Refusal("num_splits" if problem.num_splits else "q", f"fewer than 2**31 programs, got {programs}"))
     return tuple(found)
 
@@ -137,23 +140,23 @@ def refusals(problem: Problem, facts: DeviceFacts) -> tuple[Refusal, ...]:
 def plan_dense(problem: Problem, facts: DeviceFacts, overrides: dict[str, int] | None = None) -> Plan:
     """The plan of the fast path; `refusals` must be empty.  `overrides` replaces fields of `Tuning`."""
     rows = problem.s_q * problem.h_q
-    row_tiles = cdiv(rows, ROWS)
+    row_tiles = cdiv(rows, TILE)
     programs = max(1, facts.multiprocessors // row_tiles)
     # With a program or more for every item all of them start and end about as many.
-    tuning = replace(Tuning(fixed_cost=0 if problem.batch <= programs else 2), **(overrides or {}))
+    tuning = Tuning(fixed_cost=0 if problem.batch <= programs else 2)
+    if unknown := sorted(set(overrides or {}) - set(asdict(tuning))):
+        raise ValueError(f"overrides: {', '.join(unknown)} unknown, known are {', '.join(asdict(tuning))}")
+    tuning = replace(tuning, **(overrides or {}))
     if problem.num_splits is not None:
         work = Work.fixed(problem, problem.num_splits)
     else:
         work = Work.made_by_each(problem, 2 * BLOCK, programs)
     cache = problem.cache
-    q_row_stride = (
-        problem.q_strides[2] if problem.h_q > 1 else problem.q_strides[1] if problem.s_q > 1 else problem.q_strides[0]
-    )
     constants = work.output_constants()
     attend = Launch(
         kernel=dense_kernel,
         inputs=(
-            TileDescriptor("q", (problem.batch * rows, problem.d_qk), q_row_stride, (ROWS, PANEL)),
+            TileDescriptor("q", (problem.batch * rows, problem.d_qk), _q_row_stride(problem), (TILE, PANEL)),
             TileDescriptor(
                 "kv_cache", (_cache_rows(problem), problem.d_qk), cache.token_stride, (min(cache.page_size, BLOCK), PANEL)
             ),
@@ -182,7 +185,7 @@ def plan_dense(problem: Problem, facts: DeviceFacts, overrides: dict[str, int] |
             "UNIT": work.unit,
             "FIXED_COST": tuning.fixed_cost,
             "SPLIT_COST": tuning.split_cost,
-            "ITEM_CHUNK": 1024 if problem.batch > 128 else 128,
+            "ITEM_CHUNK": item_chunk(problem.batch),
             "ROW_TILES": row_tiles,
         },
         grid=(work.launched * row_tiles, 1, 1),
@@ -190,7 +193,7 @@ def plan_dense(problem: Problem, facts: DeviceFacts, overrides: dict[str, int] |
         num_stages=1,
     )
     launches = (attend, *work.combine_launches(facts))
-    details = {**asdict(tuning), "tiles_per_item": row_tiles, **work.details()}
-    # Written by the kernel also where nobody reads it.
+    details = {**asdict(tuning), "warps": f"{WARPS} + {WARPS} + 1", "tiles_per_item": row_tiles, **work.details()}
+    # A list of split items is an operand also where the splits are fixed and nobody writes or reads it.
     buffers = {"schedule": Buffer((1,), "int32"), **work.buffers(facts)}
     return Plan("hopper", problem, facts, launches, buffers, details)

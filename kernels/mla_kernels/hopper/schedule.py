@@ -1,15 +1,19 @@
-"""The schedule of a call as each program of a Gluon kernel makes it for itself: the same line and rules as `..schedule`.
+"""The schedule of a call as each program of a Gluon kernel makes it for itself: the same line as in `..schedule`.
 
 A separate kernel, however short, would cost a small call more than the attention does.  All is counted in 32 bits: a plan
 sees to it that the line is shorter than `LONGEST_LINE`.
+
+There are never more programs than run at once, so with more items the whole schedule gives each as many neighbours.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..problem import INT32_MAX as _INT32_MAX
+
 LONGEST_LINE = 2**30
 
-INT32_MAX = gl.constexpr(2**31 - 1)
+INT32_MAX = gl.constexpr(_INT32_MAX)
 
 
 @gluon.jit

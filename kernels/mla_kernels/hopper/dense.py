@@ -50,7 +50,6 @@ from .schedule import item_length, item_units, stretch
 
 CONSUMER_REGISTERS = gl.constexpr(sizes.CONSUMER_REGISTERS)
 PRODUCER_REGISTERS = gl.constexpr(sizes.PRODUCER_REGISTERS)
-MORE_REGISTERS = gl.constexpr(sizes.MORE_REGISTERS)
 
 
 @gluon.jit
@@ -273,7 +272,6 @@ def dense_kernel(
     work = Work(lengths_ptr, max_tokens, tile, first_item, last_item, first_unit, end_unit, first_slot, last_slot, UNIT)
     scale_log2 = gl.load(scale_ptr) * LOG2E
 
-    MORE: gl.constexpr = MORE_REGISTERS if PAGE_SIZE < BLOCK else 0
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_rope = gl.allocate_shared_memory(DTYPE, [TILE, ROPE], q_desc.layout)
     buffers = Buffers(
@@ -303,5 +301,5 @@ def dense_kernel(
                          PAGE_ROWS)),
         ],
         [4, 1],
-        [CONSUMER_REGISTERS - MORE // 2, PRODUCER_REGISTERS + MORE],  # the first partition gets what is left, as the second
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],  # the first partition gets what is left, as the second
     )  # fmt: skip

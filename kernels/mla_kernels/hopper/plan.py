@@ -17,7 +17,7 @@ SWITCH = "MLA_DECODE_HOPPER"  # an environment variable: "0" when this is import
 TURNED_OFF = os.environ.get(SWITCH) == "0"
 
 LEAST_PAGE = 16
-MOST_COST = 64
+MOST_COST = 16
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ if HAS_TORCH:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     import mla_torch
-    from mla_torch import api
+    from mla_torch import api, launcher
 if HAS_JAX:
     import jax
 
@@ -159,8 +159,7 @@ def steps_of_a_server(batch: int, longest: int) -> tuple[Inputs, list[Inputs]]:
     return base, states
 
 
-def assert_balanced(buffers: list[np.ndarray], state: Inputs) -> None:
-    (schedule,) = [buffer for buffer in buffers if buffer.dtype == np.int32]
+def assert_balanced(schedule: np.ndarray, state: Inputs) -> None:
     lengths = state.main.lengths
     found = loads(schedule, len(lengths), 6, lengths)
     total = sum(np.maximum(-(-lengths // 64), 1))
@@ -180,7 +179,10 @@ def test_case_18_tensors_that_change_in_place_between_calls_torch():
         with poisoned_memory() as memory:
             results = mla_torch.decode(**call, implementation="triton")
         assert_judged(tuple(map(to_numpy, results)), state)
-        assert_balanced(memory.buffers, state)
+        program = launcher.Program(mla_torch.explain(**call, implementation="triton").plan)
+        start, buffer = program.scratch["schedule"]
+        (scratch,) = [made for made in memory.buffers if made.shape == (program.scratch_size,)]
+        assert_balanced(scratch.view(np.int32)[start : start + buffer.shape[0]], state)
         prepared = prepared or api._prepare_cached.cache_info().misses
         assert api._prepare_cached.cache_info().misses == prepared
 
@@ -200,7 +202,8 @@ def test_case_18_a_jitted_function_for_every_state_jax():
         with poisoned_memory() as memory:
             results = jax.block_until_ready(step(arrays))
         assert_judged(tuple(map(np.asarray, results)), state)
-        assert_balanced(memory.buffers, state)
+        (schedule,) = [buffer for buffer in memory.buffers if buffer.dtype == np.int32]
+        assert_balanced(schedule, state)
         compiled = compiled or len(compilations)
         assert len(compilations) == compiled
 

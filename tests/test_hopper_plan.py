@@ -308,5 +308,5 @@ def test_overrides_are_checked():
     for name in hopper.Tuning.__dataclass_fields__:
         with pytest.raises(ValueError, match=f"^{name}: expected"):
             hopper.plan_dense(dense_problem(), H200, {name: -1})
-    with pytest.raises(TypeError):
+    with pytest.raises(ValueError, match="no_such_field unknown, known are fixed_cost, split_cost"):
         hopper.plan_dense(dense_problem(), H200, {"no_such_field": 1})

@@ -9,6 +9,6 @@ for tool in "memcheck --report-api-errors no" racecheck; do
         timeout "${SANITIZE_TIMEOUT:-100}" compute-sanitizer --tool $tool --kernel-name kernel_substring=_kernel --error-exitcode 9 \
         "${PYTHON:-python3}" tools/sanitize_calls.py 2>&1) || status=1
     printf '%s: %s\n' "${tool%% *}" "$(printf '%s\n' "$log" | grep -E 'SUMMARY|Error' | tail -n 1)"
-    [ "$status" = 0 ] || printf '%s\n' "$log" | tail -n 20
+    [ "$status" = 0 ] || printf '%s\n' "$log" | grep '^=====' | head -n 40
 done
 exit "$status"

@@ -310,3 +310,12 @@ def test_overrides_are_checked():
             hopper.plan_dense(dense_problem(), H200, {name: -1})
     with pytest.raises(ValueError, match="no_such_field unknown, known are fixed_cost, split_cost"):
         hopper.plan_dense(dense_problem(), H200, {"no_such_field": 1})
+
+
+@pytest.mark.parametrize("plan", [plan_decode, hopper.plan_dense])
+@pytest.mark.parametrize("h_q", [16, 128])
+def test_with_num_splits_pieces_are_merged_alike_in_every_batch(plan, h_q):
+    """In the same order of sums, so that a row's bits do not depend on the rest of the batch."""
+    merges = [plan(dense_problem(batch=batch, h_q=h_q, num_splits=7), H200).launches[-1] for batch in (1, 3, 300)]
+    assert all(merge.name == "combine_kernel" for merge in merges)
+    assert all(merge.constexprs == merges[0].constexprs for merge in merges)

@@ -204,11 +204,13 @@ class Work:
         items = self.geometry.items
         # A task is little more than loads that wait for one another: rows are cut only as far as it takes to have tasks for
         # all multiprocessors, and the fewer columns a task has, the more pieces it loads at once.
-        rows = min(items, self.slots) * self.all_rows
+        # The order of sums follows from both, so that a caller's number of splits keeps the batch out of them.
+        entries = min(items, self.slots)
+        rows = self.all_rows * (1 if self.problem.num_splits is not None else entries)
         block_d = self.geometry.block_c
         while block_d > 64 and rows * cdiv(self.problem.d_v, block_d) < 4 * facts.multiprocessors:
             block_d //= 2
-        tasks = rows * cdiv(self.problem.d_v, block_d)
+        tasks = entries * self.all_rows * cdiv(self.problem.d_v, block_d)
         launch = Launch(
             kernel=combine_kernel,
             inputs=(self.schedule, "partial_out", "partial_lse", self.sink, "out", "lse"),

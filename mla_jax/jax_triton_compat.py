@@ -246,14 +246,11 @@ def triton_call(
 
 def _describe(lib: ModuleType, array: jax.Array, tile: TileDescriptor) -> Any:
     """jax-triton's descriptor of a view of `array`.  It states the view's own shape and strides, so nothing is reshaped."""
-    from triton.experimental.gluon import language as gl
-
     rows, columns = tile.shape
     if (rows - 1) * tile.row_stride + columns > array.size:
         view = f"{list(tile.shape)} with rows {tile.row_stride} elements apart"
         raise ValueError(f"{tile.array}: a view of {view} does not lie within {array.dtype} {list(array.shape)}")
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return lib.TensorDescriptor(array, tile.shape, (tile.row_stride, 1), tile.block_shape, layout)
+    return lib.TensorDescriptor(array, tile.shape, (tile.row_stride, 1), tile.block_shape, tile.layout)
 
 
 def _bind_aliased(

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import triton
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mla_kernels.attend import attend_kernel
@@ -145,9 +144,8 @@ def _descriptor_maker(tile: TileDescriptor) -> Callable[[torch.Tensor], Any]:
     Triton's constructor checks every field, which takes several times as long as all else here.  It does so once: what it
     made is copied without being called again, and each descriptor is a new object, so that threads share none.
     """
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     nothing = torch.empty(0, dtype=torch.bfloat16, device="cpu")  # a tensor of a call would be kept alive
-    checked = TensorDescriptor(nothing, list(tile.shape), [tile.row_stride, 1], list(tile.block_shape), layout=layout)
+    checked = TensorDescriptor(nothing, list(tile.shape), [tile.row_stride, 1], list(tile.block_shape), layout=tile.layout)
     fields = vars(checked)
 
     def make(tensor: torch.Tensor) -> Any:

@@ -17,7 +17,6 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 import mla_kernels.plan
@@ -158,8 +157,7 @@ def _input_type(plan: Plan, item: str | TileDescriptor) -> str:
     """As Triton's launcher spells it."""
     if not isinstance(item, TileDescriptor):
         return POINTERS[_array_dtype(plan, item)]
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return f"tensordesc<{POINTERS[_array_dtype(plan, item.array)][1:]}{list(item.block_shape)},{layout!r}>"
+    return f"tensordesc<{POINTERS[_array_dtype(plan, item.array)][1:]}{list(item.block_shape)},{item.layout!r}>"
 
 
 def _signature(plan: Plan, launch: Launch) -> tuple[dict[str, str], dict[tuple[int], list]]:

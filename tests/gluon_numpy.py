@@ -54,10 +54,6 @@ class Pointer:
         self.array[index[mask]] = value[mask]
 
 
-def _reduction(function: Any) -> Any:
-    return lambda x, axis: tensor(function(x, axis=axis), x.dtype)
-
-
 def _reduce(values: tuple[Tensor, ...], axis: int, combine: Any) -> tuple[Tensor, ...]:
     assert axis == 0
     while (size := len(values[0])) > 1:  # a power of two, as all vectors are
@@ -72,9 +68,7 @@ def _scan(x: Tensor, axis: int, combine: Any) -> Tensor:
 
 GL = SimpleNamespace(
     int32=np.int32,
-    int64=np.int64,
     BlockedLayout=lambda *_: None,
-    SliceLayout=lambda *_: None,
     to_tensor=tensor,
     arange=lambda start, end, layout=None: tensor(np.arange(start, end), np.int32),
     load=lambda pointer, mask=True, other=0: pointer.load(mask, other),
@@ -82,8 +76,6 @@ GL = SimpleNamespace(
     where=lambda condition, x, y: tensor(np.where(condition, x, y)),
     minimum=lambda x, y: tensor(np.minimum(x, y)),
     maximum=lambda x, y: tensor(np.maximum(x, y)),
-    sum=_reduction(np.sum),
-    max=_reduction(np.max),
     reduce=_reduce,
     associative_scan=_scan,
     # Used to tell the compiler that a value is the same in all threads.

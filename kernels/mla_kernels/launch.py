@@ -11,6 +11,8 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
+from triton.experimental.gluon import language as gl
+
 from .device import DeviceFacts
 from .problem import Problem
 
@@ -44,6 +46,11 @@ class TileDescriptor:
     shape: tuple[int, int]
     row_stride: int
     block_shape: tuple[int, int]
+
+    @property
+    def layout(self) -> gl.NVMMASharedLayout:
+        """Of a tile in shared memory."""
+        return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from math import gcd
 from typing import Any
 
@@ -10,7 +10,7 @@ from .attend import attend_kernel
 from .device import DeviceFacts
 from .launch import Launch, Plan, Refusal
 from .problem import INT32_MAX, CacheSpec, Problem
-from .work import Geometry, Work, cdiv, power_of_two
+from .work import Geometry, Work, cdiv, overridden, power_of_two
 
 MAX_D_V = 512
 MAX_REST = 128  # columns of a key beyond d_v
@@ -137,12 +137,7 @@ def choose_tiles(problem: Problem, facts: DeviceFacts, overrides: dict[str, int]
         candidates = _tile_candidates(problem, facts, geometry.rows)
         fitting = (t for t in candidates if _shared_memory(t, problem, geometry, facts) <= facts.shared_memory)
         chosen = next(fitting, candidates[-1])
-    if overrides:
-        unknown = sorted(set(overrides) - set(asdict(chosen)))
-        if unknown:
-            raise ValueError(f"overrides: {', '.join(unknown)} unknown, known are {', '.join(asdict(chosen))}")
-        chosen = replace(chosen, **overrides)
-    return chosen
+    return overridden(chosen, overrides)
 
 
 def _static_splits(tokens: tuple[int, int], items: int, programs: int, tiles: Tiles) -> int:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeVar
 
 from .combine import combine_kernel
 from .device import DeviceFacts
 from .launch import Buffer, Launch
 from .problem import Problem, row_major_strides
 from .schedule import WORK_FIELDS, num_slots, schedule_kernel, schedule_size
+
+T = TypeVar("T", bound=Any)
 
 
 def power_of_two(n: int) -> int:
@@ -19,6 +22,17 @@ def power_of_two(n: int) -> int:
 
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def overridden(chosen: T, overrides: Mapping[str, int] | None) -> T:
+    """A dataclass of a plan with some fields replaced; ValueError for a name that it does not have."""
+    if not overrides:
+        return chosen
+    known = asdict(chosen)
+    unknown = sorted(set(overrides) - set(known))
+    if unknown:
+        raise ValueError(f"overrides: {', '.join(unknown)} unknown, known are {', '.join(known)}")
+    return replace(chosen, **overrides)
 
 
 def item_chunk(items: int) -> int:

@@ -26,13 +26,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..softmax import LOG2E, LOWEST
 from . import sizes
 from .output import write
 from .parts import (
     BLOCK,
     HALF,
-    LOG2E,
-    LOWEST,
     O_LAYOUT,
     PANEL,
     ROPE,
@@ -102,6 +101,14 @@ def _new_maximum(m, top):
 
 
 @gluon.jit
+def _add_others(acc, m, l, top, p, values):
+    """Takes over the reference that the other warpgroup left in `top`, and begins to add its P.V: reference, sum, product."""
+    m_other = top.load(ROWS_OF_S)
+    alpha = gl.exp2(m - m_other)
+    return m_other, l * alpha, warpgroup_mma(p, values, _rescale(acc, alpha), is_async=True)
+
+
+@gluon.jit
 def _consumer(
     work, buffers, barriers, scale_log2, out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, sink_ptr,
     S_Q: gl.constexpr, H_Q: gl.constexpr, ROWS: gl.constexpr, CAUSAL: gl.constexpr, HAS_SINK: gl.constexpr,
@@ -157,11 +164,7 @@ def _consumer(
 
             if OWN == 1:  # P0 and its maximum have to be there first
                 mbarrier.wait(p_full[0], parity)
-                m_other = buffers.top.index(0).load(ROWS_OF_S)
-                alpha = gl.exp2(m - m_other)
-                l = l * alpha
-                m = m_other
-                product = warpgroup_mma(buffers.p, buffers.k.index(zero + 1), _rescale(acc, alpha), is_async=True)
+                m, l, product = _add_others(acc, m, l, buffers.top.index(0), buffers.p, buffers.k.index(zero + 1))
 
             m_new = _new_maximum(m, top)
             buffers.top.index(OWN).store(m_new)
@@ -188,11 +191,7 @@ def _consumer(
 
             if OWN == 0:
                 mbarrier.wait(p_full[1], parity)
-                m_other = buffers.top.index(1).load(ROWS_OF_S)
-                alpha = gl.exp2(m - m_other)
-                l = l * alpha
-                m = m_other
-                product = warpgroup_mma(buffers.q_rope, buffers.k.index(zero + 2), _rescale(acc, alpha), is_async=True)
+                m, l, product = _add_others(acc, m, l, buffers.top.index(1), buffers.q_rope, buffers.k.index(zero + 2))
                 acc = warpgroup_mma_wait(0, deps=(product,))
                 mbarrier.arrive(empty[2])
             pairs_done += 1

@@ -3,7 +3,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .parts import HALF, LN2, LOG2E, O_LAYOUT, ROWS_OF_O, TILE
+from ..softmax import LN2, sink_factor
+from .parts import HALF, O_LAYOUT, ROWS_OF_O, TILE
 
 
 @gluon.jit
@@ -32,7 +33,7 @@ def write(
         head = row % H_Q
         if HAS_SINK:
             sink = gl.load(sink_ptr + head, mask=row_ok, other=0.0)
-            factor = factor * gl.where(empty, 0.0, 1.0 / (1.0 + gl.exp2((sink - lse) * LOG2E)))
+            factor = factor * gl.where(empty, 0.0, sink_factor(lse, sink))
         out_row = item.to(gl.int64) * OUT_STRIDE_B + query.to(gl.int64) * OUT_STRIDE_S + head.to(gl.int64) * OUT_STRIDE_H
         value = (acc * gl.expand_dims(factor, 1)).to(out_ptr.dtype.element_ty)
         gl.store(out_ptr + gl.expand_dims(out_row, 1) + col, value, mask=mask)

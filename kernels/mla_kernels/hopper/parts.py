@@ -5,16 +5,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ..softmax import LN2 as _LN2
-from ..softmax import LOG2E as _LOG2E
-from ..softmax import LOWEST as _LOWEST
 from . import sizes
 from .gluon_names import aggregate
 from .schedule import item_length, item_units
 
-LN2 = gl.constexpr(_LN2.value)
-LOG2E = gl.constexpr(_LOG2E.value)
-LOWEST = gl.constexpr(_LOWEST.value)
 SLACK = gl.constexpr(8.0)  # powers of two by which scores may exceed the reference of the exponents
 
 TILE = gl.constexpr(sizes.TILE)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from ..device import DeviceFacts
 from ..launch import Buffer, Launch, Plan, Refusal, TileDescriptor
 from ..problem import INT32_MAX, Problem
-from ..work import Work, cdiv, item_chunk
+from ..work import Work, cdiv, item_chunk, overridden
 from .dense import dense_kernel
 from .schedule import LONGEST_LINE
 from .sizes import BLOCK, D_V, PANEL, ROPE, TILE, WARPS
@@ -143,10 +143,7 @@ def plan_dense(problem: Problem, facts: DeviceFacts, overrides: dict[str, int] |
     row_tiles = cdiv(rows, TILE)
     programs = max(1, facts.multiprocessors // row_tiles)
     # With a program or more for every item all of them start and end about as many.
-    tuning = Tuning(fixed_cost=0 if problem.batch <= programs else 2)
-    if unknown := sorted(set(overrides or {}) - set(asdict(tuning))):
-        raise ValueError(f"overrides: {', '.join(unknown)} unknown, known are {', '.join(asdict(tuning))}")
-    tuning = replace(tuning, **(overrides or {}))
+    tuning = overridden(Tuning(fixed_cost=0 if problem.batch <= programs else 2), overrides)
     if problem.num_splits is not None:
         work = Work.fixed(problem, problem.num_splits)
     else:

@@ -28,6 +28,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "h64-p256": {"h_q": 64, "page_size": 256},
     "h40-p16-causal-sink": {"h_q": 40, "s_q": 3, "page_size": 16, "causal": True, "sink": True},
     "h16-s4-causal-splits-p32": {"h_q": 16, "s_q": 4, "page_size": 32, "causal": True, "num_splits": 4},
+    "h100-s3-causal-sink": {"batch": 4, "h_q": 100, "s_q": 3, "causal": True, "sink": True},
     "h128-splits-sink": {"num_splits": 7, "sink": True},
     "h128-d512": {"d_qk": 512},
     "h128-d512-fp16-causal-splits-p16": {

@@ -45,7 +45,7 @@ from .parts import (
     new_barrier,
 )
 from .producer import producer
-from .schedule import item_length, item_units, stretch
+from .schedule import item_length, item_units, stretch, uniform
 
 CONSUMER_REGISTERS = gl.constexpr(sizes.CONSUMER_REGISTERS)
 PRODUCER_REGISTERS = gl.constexpr(sizes.PRODUCER_REGISTERS)
@@ -253,7 +253,8 @@ def dense_kernel(
     ROWS: gl.constexpr = S_Q * H_Q
     DTYPE: gl.constexpr = q_desc.dtype
     program = gl.program_id(0) // ROW_TILES
-    tile = gl.program_id(0) % ROW_TILES
+    # A range that the compiler knows would make it divide rows in pairs of 16 bits, and ptxas 13 adds wrongly to such pairs.
+    tile = uniform(gl.program_id(0) % ROW_TILES)
     if FIXED_SPLITS:
         first_item = program // num_splits
         last_item = first_item

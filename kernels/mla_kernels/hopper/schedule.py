@@ -58,7 +58,7 @@ def _costs(lengths_ptr, start, items, max_tokens, UNIT: gl.constexpr, FIXED_COST
 
 
 @gluon.jit
-def _uniform(x):
+def uniform(x):
     """x, which is the same in all lanes, in a way that lets the compiler know it."""
     return gl.inline_asm_elementwise("shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1)
 
@@ -143,6 +143,6 @@ def stretch(
         gl.store(splits_ptr, num_split)
     # What loops and addresses follow from is kept in uniform registers, or the products' operands would not be.
     return (
-        _uniform(first_item), _uniform(last_item), _uniform(first_unit), _uniform(end_unit), _uniform(first_slot),
-        _uniform(last_slot),
+        uniform(first_item), uniform(last_item), uniform(first_unit), uniform(end_unit), uniform(first_slot),
+        uniform(last_slot),
     )  # fmt: skip

@@ -1,17 +1,20 @@
-"""Planning the dense fast path for Hopper."""
+"""Planning the fast paths for Hopper: dense calls over 16-bit caches, and sparse calls over fp8 caches."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from ..device import DeviceFacts
 from ..launch import Buffer, Launch, Plan, Refusal, TileDescriptor
+from ..plan import cache_constants
 from ..problem import INT32_MAX, Problem
 from ..work import Work, cdiv, item_chunk, overridden
 from .dense import dense_kernel
 from .schedule import LONGEST_LINE
 from .sizes import BLOCK, D_V, PANEL, ROPE, TILE, WARPS
+from .sparse import sparse_kernel
 
 SWITCH = "MLA_DECODE_HOPPER"  # an environment variable: "0" when this is imported turns the path off
 TURNED_OFF = os.environ.get(SWITCH) == "0"
@@ -38,10 +41,16 @@ class Tuning:
                 raise ValueError(f"{name}: expected an int of 0 to {MOST_COST}, got {value!r}")
 
 
-def shared_memory(d_qk: int) -> int:
-    """Bytes of shared memory of a program: queries, two blocks of keys, P0 (P1 lies over the RoPE part of the queries)."""
-    tiles = TILE * (D_V + ROPE) + 2 * BLOCK * d_qk + TILE * BLOCK
-    vectors = 4 * 4 * TILE
+def shared_memory(problem: Problem) -> int:
+    """Bytes of shared memory of a program: queries, two blocks of keys, P0.
+
+    P1 lies over the RoPE part of the queries (dense) or over that of its own block (sparse).
+    """
+    rope = problem.d_qk - D_V if problem.sparse else ROPE
+    tiles = TILE * (D_V + rope) + 2 * BLOCK * problem.d_qk + TILE * BLOCK
+    if problem.sparse and not rope:
+        tiles += TILE * BLOCK
+    vectors = (4 * TILE + 2 * BLOCK * problem.sparse) * 4
     barriers_and_arguments = 1024
     return 2 * tiles + vectors + barriers_and_arguments
 
@@ -53,9 +62,8 @@ def _q_row_stride(problem: Problem) -> int:
     return next((stride for extent, stride in zip(extents, strides, strict=True) if extent > 1), problem.d_qk)
 
 
-def _stride_refusals(problem: Problem) -> list[Refusal]:
-    """TMA describes q and the cache as matrices: rows at equal distances, all at multiples of 16 bytes."""
-    found = []
+def _query_refusals(problem: Problem) -> list[Refusal]:
+    """TMA describes q as a matrix: rows at equal distances, all at multiples of 16 bytes."""
     row = _q_row_stride(problem)
     extents = (problem.batch, problem.s_q, problem.h_q)
     expected = row
@@ -64,9 +72,12 @@ def _stride_refusals(problem: Problem) -> list[Refusal]:
         flat = flat and (extent == 1 or stride == expected)
         expected *= extent
     if not flat or row % 8 or row < problem.d_qk:
-        found.append(
-            Refusal("q", f"needs rows at equal distances, multiples of 16 bytes, got strides {list(problem.q_strides)}")
-        )
+        return [Refusal("q", f"needs rows at equal distances, multiples of 16 bytes, got strides {list(problem.q_strides)}")]
+    return []
+
+
+def _dense_cache_refusals(problem: Problem) -> list[Refusal]:
+    """TMA describes the cache as a matrix, too."""
     cache = problem.cache
     if (
         cache.token_stride % 8
@@ -74,9 +85,19 @@ def _stride_refusals(problem: Problem) -> list[Refusal]:
         or (cache.num_pages > 1 and cache.page_stride % cache.token_stride)
     ):
         reason = "needs tokens at multiples of 16 bytes and pages at multiples of the token stride"
-        found.append(Refusal("kv_cache", f"{reason}, got strides {[cache.page_stride, cache.token_stride]}"))
-    elif _cache_rows(problem) > INT32_MAX:
-        found.append(Refusal("kv_cache", f"fewer than 2**31 rows, got {_cache_rows(problem)}"))
+        return [Refusal("kv_cache", f"{reason}, got strides {[cache.page_stride, cache.token_stride]}")]
+    if _cache_rows(problem) > INT32_MAX:
+        return [Refusal("kv_cache", f"fewer than 2**31 rows, got {_cache_rows(problem)}")]
+    return []
+
+
+def _sparse_cache_refusals(problem: Problem) -> list[Refusal]:
+    """Rows are loaded by 16 bytes."""
+    found = []
+    for argument, spec in (("kv_cache", problem.cache), ("extra_kv_cache", problem.extra)):
+        if spec is not None and (spec.page_stride % 16 or spec.token_stride % 16):
+            strides = [spec.page_stride, spec.token_stride]
+            found.append(Refusal(argument, f"needs pages and tokens at multiples of 16 bytes, got strides {strides}"))
     return found
 
 
@@ -91,7 +112,7 @@ def _cache_rows(problem: Problem) -> int:
 
 
 def refusals(problem: Problem, facts: DeviceFacts) -> tuple[Refusal, ...]:
-    """Why the fast path does not serve `problem` on this device; empty if it does."""
+    """Why the fast paths do not serve `problem` on this device; empty if one does."""
     found = []
     if TURNED_OFF:
         found.append(Refusal("implementation", f"turned off by {SWITCH}=0"))
@@ -99,37 +120,41 @@ def refusals(problem: Problem, facts: DeviceFacts) -> tuple[Refusal, ...]:
         found.append(Refusal("q", "Gluon kernels cannot be interpreted"))
     elif facts.capability != (9, 0):
         found.append(Refusal("q", f"needs a GPU of compute capability 9.0, {facts.name} has {facts.capability}"))
-    elif facts.shared_memory < shared_memory(problem.d_qk):
-        found.append(Refusal("q", f"needs {shared_memory(problem.d_qk)} bytes of shared memory, got {facts.shared_memory}"))
-    if problem.sparse:
-        found.append(Refusal("indices", "serves dense calls only"))
-    if problem.cache.format.quantised:
-        found.append(Refusal("kv_cache", f"serves bf16 and fp16 caches only, got {problem.cache.format.name}"))
+    elif facts.shared_memory < shared_memory(problem):
+        found.append(Refusal("q", f"needs {shared_memory(problem)} bytes of shared memory, got {facts.shared_memory}"))
+    cache = problem.cache
+    if problem.sparse and not cache.format.quantised:
+        found.append(Refusal("indices", f"served over fp8 caches only, got {cache.format.name}"))
+    if not problem.sparse and cache.format.quantised:
+        found.append(Refusal("kv_cache", f"serves dense calls over bf16 and fp16 caches only, got {cache.format.name}"))
     if problem.d_v != D_V or problem.d_qk not in (D_V, D_V + ROPE):
         found.append(Refusal("q", f"needs d_qk 576 or 512 with d_v 512, got {problem.d_qk} with {problem.d_v}"))
     if problem.h_kv != 1:
         found.append(Refusal("kv_cache", f"needs one key-value head, got {problem.h_kv}"))
-    size = problem.cache.page_size
-    if size < LEAST_PAGE or (BLOCK % size and size % BLOCK):
+    size = cache.page_size
+    if not problem.sparse and (size < LEAST_PAGE or (BLOCK % size and size % BLOCK)):
         found.append(Refusal("kv_cache", f"needs pages of 16, 32 or a multiple of 64 tokens, got {size}"))
-    if problem.cache.num_pages == 0:
+    if not problem.sparse and cache.num_pages == 0:
         found.append(Refusal("kv_cache", "needs at least one page"))
     if not problem.aligned:
         found.append(Refusal("q", "needs q and kv_cache to start at multiples of 16 bytes"))
     if found:
         return tuple(found)
-    found += _stride_refusals(problem)
-    if problem.width * size > INT32_MAX - 2 * max(size, 1024):
-        found.append(Refusal("block_table", f"room for fewer than 2**31 keys a row, got {problem.width * size}"))
-    line = problem.batch * (problem.max_tokens // (2 * BLOCK) + 1 + MOST_COST)
+    found += _query_refusals(problem)
+    found += _sparse_cache_refusals(problem) if problem.sparse else _dense_cache_refusals(problem)
+    table = "indices" if problem.sparse else "block_table"
+    keys = problem.width * (1 if problem.sparse else size) + problem.extra_width
+    if keys > INT32_MAX - 2 * max(size, 1024):
+        found.append(Refusal(table, f"room for fewer than 2**31 keys a row, got {keys}"))
+    items = problem.batch * (problem.s_q if problem.sparse else 1)
+    line = items * (problem.max_tokens // (2 * BLOCK) + problem.extra_width // (2 * BLOCK) + 2 + MOST_COST)
     if problem.num_splits is None and line >= LONGEST_LINE:
-        found.append(
-            Refusal("block_table", f"room for fewer than {LONGEST_LINE * 2 * BLOCK} keys in all, got {line * 2 * BLOCK}")
-        )
-    if max(problem.table_strides) > INT32_MAX:
-        found.append(Refusal("block_table", f"strides below 2**31, got {list(problem.table_strides)}"))
+        found.append(Refusal(table, f"room for fewer than {LONGEST_LINE * 2 * BLOCK} keys in all, got {line * 2 * BLOCK}"))
+    for argument, strides in ((table, problem.table_strides), ("extra_indices", problem.extra_table_strides)):
+        if max(strides) > INT32_MAX:
+            found.append(Refusal(argument, f"strides below 2**31, got {list(strides)}"))
     rows = problem.batch * problem.s_q * problem.h_q
-    programs = problem.batch * (problem.num_splits or 1) * cdiv(problem.s_q * problem.h_q, TILE)
+    programs = items * (problem.num_splits or 1) * cdiv(rows // items, TILE)
     if rows > INT32_MAX - TILE:
         found.append(Refusal("q", f"fewer than 2**31 rows, got {rows}"))
     elif programs > INT32_MAX:
@@ -137,23 +162,61 @@ def refusals(problem: Problem, facts: DeviceFacts) -> tuple[Refusal, ...]:
     return tuple(found)
 
 
-def plan_dense(problem: Problem, facts: DeviceFacts, overrides: dict[str, int] | None = None) -> Plan:
-    """The plan of the fast path; `refusals` must be empty.  `overrides` replaces fields of `Tuning`."""
-    rows = problem.s_q * problem.h_q
-    row_tiles = cdiv(rows, TILE)
+def _work(problem: Problem, facts: DeviceFacts, overrides: dict[str, int] | None) -> tuple[Work, Tuning, int]:
+    """The work, its costs, and the row tiles of an item."""
+    items = problem.batch * (problem.s_q if problem.sparse else 1)
+    row_tiles = cdiv(problem.batch * problem.s_q * problem.h_q // items, TILE)
     programs = max(1, facts.multiprocessors // row_tiles)
     # With a program or more for every item all of them start and end about as many.
-    tuning = overridden(Tuning(fixed_cost=0 if problem.batch <= programs else 2), overrides)
+    tuning = overridden(Tuning(fixed_cost=0 if items <= programs else 2), overrides)
     if problem.num_splits is not None:
-        work = Work.fixed(problem, problem.num_splits)
-    else:
-        work = Work.made_by_each(problem, 2 * BLOCK, programs)
-    cache = problem.cache
+        return Work.fixed(problem, problem.num_splits), tuning, row_tiles
+    return Work.made_by_each(problem, 2 * BLOCK, programs), tuning, row_tiles
+
+
+def _constants(problem: Problem, work: Work, tuning: Tuning, row_tiles: int) -> dict[str, Any]:
+    """What both kernels know of a call."""
     constants = work.output_constants()
+    return {
+        **{
+            name: constants[name]
+            for name in ("S_Q", "H_Q", "HAS_SINK", "OUT_STRIDE_B", "OUT_STRIDE_S", "OUT_STRIDE_H", "FIXED_SPLITS")
+        },
+        "HAS_ROPE": problem.d_qk > D_V,
+        "UNIT": work.unit,
+        "FIXED_COST": tuning.fixed_cost,
+        "SPLIT_COST": tuning.split_cost,
+        "ITEM_CHUNK": item_chunk(work.geometry.items),
+        "ROW_TILES": row_tiles,
+    }
+
+
+def _queries(problem: Problem) -> TileDescriptor:
+    rows = problem.batch * problem.s_q * problem.h_q
+    return TileDescriptor("q", (rows, problem.d_qk), _q_row_stride(problem), (TILE, PANEL))
+
+
+def _plan(problem: Problem, facts: DeviceFacts, attend: Launch, work: Work, tuning: Tuning, row_tiles: int, warps: str) -> Plan:
+    launches = (attend, *work.combine_launches(facts))
+    details = {**asdict(tuning), "warps": warps, "tiles_per_item": row_tiles, **work.details()}
+    # A list of split items is an operand also where the splits are fixed and nobody writes or reads it.
+    buffers = {"schedule": Buffer((1,), "int32"), **work.buffers(facts)}
+    return Plan("hopper", problem, facts, launches, buffers, details)
+
+
+def plan_decode(problem: Problem, facts: DeviceFacts, overrides: dict[str, int] | None = None) -> Plan:
+    """The plan of a fast path; `refusals` must be empty.  `overrides` replaces fields of `Tuning`."""
+    return (plan_sparse if problem.sparse else plan_dense)(problem, facts, overrides)
+
+
+def plan_dense(problem: Problem, facts: DeviceFacts, overrides: dict[str, int] | None = None) -> Plan:
+    """As `plan_decode`, for a dense call over a cache of 16-bit values."""
+    work, tuning, row_tiles = _work(problem, facts, overrides)
+    cache = problem.cache
     attend = Launch(
         kernel=dense_kernel,
         inputs=(
-            TileDescriptor("q", (problem.batch * rows, problem.d_qk), _q_row_stride(problem), (TILE, PANEL)),
+            _queries(problem),
             TileDescriptor(
                 "kv_cache", (_cache_rows(problem), problem.d_qk), cache.token_stride, (min(cache.page_size, BLOCK), PANEL)
             ),
@@ -171,26 +234,60 @@ def plan_dense(problem: Problem, facts: DeviceFacts, overrides: dict[str, int] |
         ),
         outputs=("out", "lse", "partial_out", "partial_lse", "schedule"),
         constexprs={
-            **{
-                name: constants[name]
-                for name in ("S_Q", "H_Q", "HAS_SINK", "OUT_STRIDE_B", "OUT_STRIDE_S", "OUT_STRIDE_H", "FIXED_SPLITS")
-            },
+            **_constants(problem, work, tuning, row_tiles),
             "CAUSAL": problem.causal,
-            "HAS_ROPE": problem.d_qk > D_V,
             "PAGE_SIZE": cache.page_size,
             "PAGE_ROWS": _page_rows(problem),
-            "UNIT": work.unit,
-            "FIXED_COST": tuning.fixed_cost,
-            "SPLIT_COST": tuning.split_cost,
-            "ITEM_CHUNK": item_chunk(problem.batch),
-            "ROW_TILES": row_tiles,
         },
         grid=(work.launched * row_tiles, 1, 1),
         num_warps=WARPS,
         num_stages=1,
     )
-    launches = (attend, *work.combine_launches(facts))
-    details = {**asdict(tuning), "warps": f"{WARPS} + {WARPS} + 1", "tiles_per_item": row_tiles, **work.details()}
-    # A list of split items is an operand also where the splits are fixed and nobody writes or reads it.
-    buffers = {"schedule": Buffer((1,), "int32"), **work.buffers(facts)}
-    return Plan("hopper", problem, facts, launches, buffers, details)
+    return _plan(problem, facts, attend, work, tuning, row_tiles, f"{WARPS} + {WARPS} + 1")
+
+
+def plan_sparse(problem: Problem, facts: DeviceFacts, overrides: dict[str, int] | None = None) -> Plan:
+    """As `plan_decode`, for a sparse call over an fp8 cache."""
+    work, tuning, row_tiles = _work(problem, facts, overrides)
+    has_extra = problem.extra is not None
+    fmt = problem.cache.format
+    attend = Launch(
+        kernel=sparse_kernel,
+        inputs=(
+            _queries(problem),
+            "kv_cache",
+            "table",
+            work.lengths,
+            "extra_kv_cache" if has_extra else "kv_cache",
+            "extra_table" if has_extra else "table",
+            work.extra_lengths,
+            "softmax_scale",
+            work.sink,
+        ),
+        scalars=(
+            *problem.table_strides,
+            *problem.extra_table_strides,
+            min(problem.cache.num_slots - 1, INT32_MAX),
+            min(problem.extra.num_slots - 1, INT32_MAX) if problem.extra else -1,
+            problem.max_tokens,
+            problem.extra_width,
+            work.geometry.items,
+            work.programs,
+            problem.num_splits or 0,
+        ),
+        outputs=("out", "lse", "partial_out", "partial_lse", "schedule"),
+        constexprs={
+            **_constants(problem, work, tuning, row_tiles),
+            "HAS_LENGTH": problem.has_length,
+            "HAS_EXTRA": has_extra,
+            "HAS_EXTRA_LENGTH": problem.has_extra_length,
+            **cache_constants(problem.cache),
+            **cache_constants(problem.extra, "EXTRA_"),
+            "SCALE_E8M0": fmt.scale_dtype == "e8m0",
+            "ROPE_OFFSET": fmt.rope_offset,
+        },
+        grid=(work.launched * row_tiles, 1, 1),
+        num_warps=WARPS,
+        num_stages=1,
+    )
+    return _plan(problem, facts, attend, work, tuning, row_tiles, f"{WARPS} + {WARPS} + {WARPS}")

@@ -21,7 +21,7 @@ def _fetch(desc, row, tile, barrier, FIRST: gl.constexpr, PANELS: gl.constexpr, 
 
 
 @gluon.jit
-def _fetch_queries(work, buffers, q_full, q_empty, q_desc, item, ROWS: gl.constexpr, HAS_ROPE: gl.constexpr):
+def fetch_queries(work, buffers, q_full, q_empty, q_desc, item, ROWS: gl.constexpr, HAS_ROPE: gl.constexpr):
     row = item * ROWS + work.tile * TILE
     mbarrier.wait(q_empty, ((item - work.first_item) & 1) ^ 1)
     mbarrier.expect(q_full, TILE * (2 * HALF + (ROPE if HAS_ROPE else 0)) * 2)
@@ -84,11 +84,11 @@ def producer(
     BOX: gl.constexpr = PAGE_SIZE if PAGE_SIZE < BLOCK else BLOCK
     pairs_done = 0
     for item in range(work.first_item, work.last_item + 1):
-        _length, lo, hi = work.keys(item)
+        _length, lo, hi, _extra_lo, _extra_hi = work.keys(item)
         table_row = table_ptr + gl.cast(item, gl.int64) * table_stride
         last = gl.maximum(hi - 1, 0) // BOX * BOX
         if lo >= hi:
-            _fetch_queries(work, buffers, q_full, q_empty, q_desc, item, ROWS, HAS_ROPE)
+            fetch_queries(work, buffers, q_full, q_empty, q_desc, item, ROWS, HAS_ROPE)
         for start in range(lo, hi, 2 * BLOCK):
             parity = (pairs_done & 1) ^ 1
             rows = _rows(table_row, start, last, BOX, PAGE_SIZE, PAGE_ROWS)
@@ -96,7 +96,7 @@ def producer(
             _fetch_keys(buffers, full, empty, k_desc, rows, parity, False, BOX, 0, 1)
             rows = _rows(table_row, start + BLOCK, last, BOX, PAGE_SIZE, PAGE_ROWS)
             if start == lo:  # what the first products of block 0 wait for comes first
-                _fetch_queries(work, buffers, q_full, q_empty, q_desc, item, ROWS, HAS_ROPE)
+                fetch_queries(work, buffers, q_full, q_empty, q_desc, item, ROWS, HAS_ROPE)
             # The right half is given back first.
             _fetch_keys(buffers, full, empty, k_desc, rows, parity, HAS_ROPE, BOX, 1, 1)
             _fetch_keys(buffers, full, empty, k_desc, rows, parity, False, BOX, 1, 0)

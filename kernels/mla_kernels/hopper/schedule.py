@@ -10,22 +10,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..problem import INT32_MAX as _INT32_MAX
+from ..schedule import item_lengths, item_units
 
 LONGEST_LINE = 2**30
 
 INT32_MAX = gl.constexpr(_INT32_MAX)
-
-
-@gluon.jit
-def item_length(ptr, max_tokens, mask):
-    """Keys of an item, or of a vector of items, clamped to what the table holds."""
-    return gl.minimum(gl.maximum(gl.load(ptr, mask=mask, other=0), 0), max_tokens)
-
-
-@gluon.jit
-def item_units(length, UNIT: gl.constexpr):
-    """Units on the line of an item; an item without keys has one too, so that its rows are written."""
-    return gl.maximum(length // UNIT + (length % UNIT > 0), 1)
 
 
 @gluon.jit
@@ -48,13 +37,20 @@ def _five_sums_and_four_maxima(a0, a1, a2, a3, a4, a5, a6, a7, a8, b0, b1, b2, b
 
 
 @gluon.jit
-def _costs(lengths_ptr, start, items, max_tokens, UNIT: gl.constexpr, FIXED_COST: gl.constexpr, CHUNK: gl.constexpr):
+def _costs(
+    start, items, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens,
+    QUERIES: gl.constexpr, HAS_LENGTH: gl.constexpr, HAS_EXTRA: gl.constexpr, HAS_EXTRA_LENGTH: gl.constexpr,
+    UNIT: gl.constexpr, FIXED_COST: gl.constexpr, CHUNK: gl.constexpr,
+):  # fmt: skip
     """Items from `start` on, which of them exist, and their costs."""
     layout: gl.constexpr = gl.BlockedLayout([CHUNK // 128], [32], [4], [0])
     item = start + gl.arange(0, CHUNK, layout=layout)
     real = item < items
-    units = item_units(item_length(lengths_ptr + item, max_tokens, real), UNIT)
-    return item, real, gl.where(real, units + FIXED_COST, 0)
+    length, extra_length = item_lengths(
+        item, real, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens,
+        QUERIES, HAS_LENGTH, HAS_EXTRA, HAS_EXTRA_LENGTH,
+    )  # fmt: skip
+    return item, real, gl.where(real, item_units(length, extra_length, UNIT) + FIXED_COST, 0)
 
 
 @gluon.jit
@@ -65,7 +61,8 @@ def uniform(x):
 
 @gluon.jit
 def stretch(
-    program, lengths_ptr, items, programs, max_tokens, splits_ptr, writes_list,
+    program, items, programs, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens, splits_ptr, writes_list,
+    QUERIES: gl.constexpr, HAS_LENGTH: gl.constexpr, HAS_EXTRA: gl.constexpr, HAS_EXTRA_LENGTH: gl.constexpr,
     UNIT: gl.constexpr, FIXED_COST: gl.constexpr, SPLIT_COST: gl.constexpr, CHUNK: gl.constexpr,
 ):  # fmt: skip
     """A program's first and last item, first and end unit, and scratch slots (-1 where an item is whole).
@@ -75,7 +72,10 @@ def stretch(
     total = gl.to_tensor(0)
     longest = gl.to_tensor(0)
     for start in range(0, items, CHUNK):
-        item, real, cost = _costs(lengths_ptr, start, items, max_tokens, UNIT, FIXED_COST, CHUNK)
+        item, real, cost = _costs(
+            start, items, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens,
+            QUERIES, HAS_LENGTH, HAS_EXTRA, HAS_EXTRA_LENGTH, UNIT, FIXED_COST, CHUNK,
+        )  # fmt: skip
         chunk_total, chunk_longest = gl.reduce((cost, cost), 0, _sum_and_maximum)
         total += chunk_total
         longest = gl.maximum(longest, chunk_longest)
@@ -103,7 +103,10 @@ def stretch(
         last_start = total * 0
         last_end = total * 0
         for start in range(0, items, CHUNK):
-            item, real, cost = _costs(lengths_ptr, start, items, max_tokens, UNIT, FIXED_COST, CHUNK)
+            item, real, cost = _costs(
+            start, items, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens,
+            QUERIES, HAS_LENGTH, HAS_EXTRA, HAS_EXTRA_LENGTH, UNIT, FIXED_COST, CHUNK,
+        )  # fmt: skip
             end = base + gl.associative_scan(cost, 0, _add)
             begin = end - cost
             first_program = (begin + FIXED_COST) // quota
@@ -146,3 +149,22 @@ def stretch(
         uniform(first_item), uniform(last_item), uniform(first_unit), uniform(end_unit), uniform(first_slot),
         uniform(last_slot),
     )  # fmt: skip
+
+
+@gluon.jit
+def fixed_stretch(
+    program, num_splits, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens,
+    QUERIES: gl.constexpr, HAS_LENGTH: gl.constexpr, HAS_EXTRA: gl.constexpr, HAS_EXTRA_LENGTH: gl.constexpr,
+    UNIT: gl.constexpr,
+):  # fmt: skip
+    """The same of a program that has one of `num_splits` equal ranges of an item."""
+    item = program // num_splits
+    length, extra_length = item_lengths(
+        item, item >= 0, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens,
+        QUERIES, HAS_LENGTH, HAS_EXTRA, HAS_EXTRA_LENGTH,
+    )  # fmt: skip
+    units = item_units(length, extra_length, UNIT)
+    per_split = (units + num_splits - 1) // num_splits
+    first_unit = gl.minimum(program % num_splits * per_split, units)
+    slot = gl.where(num_splits > 1, program, -1)
+    return item, item, first_unit, gl.minimum(first_unit + per_split, units), slot, slot

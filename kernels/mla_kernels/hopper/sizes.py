@@ -9,3 +9,6 @@ PANEL = 64  # columns that TMA fetches at once: 128 bytes, the swizzle
 WARPS = 4  # of a warpgroup
 CONSUMER_REGISTERS = 240  # of a thread; twice this and the producer's make 504, three warpgroups' share of 65,536
 PRODUCER_REGISTERS = 24
+
+GATHER_CONSUMER_REGISTERS = 192  # where another warpgroup gathers
+GATHER_REGISTERS = 120

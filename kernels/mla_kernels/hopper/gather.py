@@ -173,7 +173,7 @@ def _load_scales(scales, slot, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _load_block(keys, pair, slot, WHICH: gl.constexpr, E8M0: gl.constexpr, ROPE_WORD: gl.constexpr):
+def _load_block(keys, pair, slot, E8M0: gl.constexpr, ROPE_WORD: gl.constexpr):
     """The halves of the columns of a block as they are stored: values, and the words of their scales.
 
     The right half of MODEL1 has three tiles of values, here 32 and 16 words, and the RoPE part.
@@ -184,17 +184,14 @@ def _load_block(keys, pair, slot, WHICH: gl.constexpr, E8M0: gl.constexpr, ROPE_
     if E8M0:
         rows_32 = gl.convert_layout(rows, ROWS_32, assert_trivial=True)
         slot_32 = gl.convert_layout(slot, ROWS_32, assert_trivial=True)
-        slot_16 = keys.slots(pair, keys.load_indices(pair, WHICH, ROWS_16))
-        rows_16 = keys.rows(pair, slot_16)
-        scales_16 = keys.scales(pair, slot_16, rows_16)
         block = (
             left,
             (
                 _load_words(rows_32, slot_32, 64, 32, WORDS_32),
-                _load_words(rows_16, slot_16, 96, 16, WORDS_16),
+                _load_words(gl.convert_layout(rows, ROWS_16), gl.convert_layout(slot, ROWS_16), 96, 16, WORDS_16),
                 _load_words(rows_32, slot_32, ROPE_WORD, 32, WORDS_32),
             ),
-            (_load_scales(scales, slot, 2, SCALES_2), gl.load(scales_16 + 1, mask=slot_16 >= 0, other=0)),
+            _load_scales(scales, slot, 2, SCALES_2),
         )
     else:
         right = _load_words(rows, slot, 64, 64, WORDS_64)
@@ -227,13 +224,14 @@ def _store_half(tile, block, SIDE: gl.constexpr, E8M0: gl.constexpr):
         column = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, WORDS_64)), 0)
         all_words.store(e4m3_to_bf16(block[SIDE], gl.where(column < 32, low, high)))
     elif SIDE == 0:
-        codes = _column(block[2][0], 0, ROWS_64)
+        codes = _column(block[2], 0, ROWS_64)
         all_words.store(e4m3_to_bf16(block[0], _tile_scales(codes, WORDS_64, 64, 0)))
     else:
         words, last_words, rope = block[1]
-        codes = _column(block[2][0], 1, ROWS_32)
+        codes = _column(block[2], 1, ROWS_32)
+        last_codes = gl.convert_layout(codes, ROWS_16)
         all_words.slice(0, 64, dim=1).store(e4m3_to_bf16(words, _tile_scales(codes, WORDS_32, 32, 0)))
-        all_words.slice(64, 32, dim=1).store(e4m3_to_bf16(last_words, _tile_scales(block[2][1], WORDS_16, 16, 2)))
+        all_words.slice(64, 32, dim=1).store(e4m3_to_bf16(last_words, _tile_scales(last_codes, WORDS_16, 16, 2)))
         all_words.slice(96, 32, dim=1).store(rope)
 
 
@@ -292,18 +290,18 @@ def gather(
         if pairs == 0:
             fetch_queries(work, buffers, q_full, q_empty, q_desc, item, ROWS, HAS_ROPE)
         slot = keys.slots(0, keys.load_indices(0, 0, ROWS_64))
-        block = _load_block(keys, 0, slot, 0, E8M0, ROPE_WORD)
+        block = _load_block(keys, 0, slot, E8M0, ROPE_WORD)
         for pair in range(pairs):
             parity = (pairs_done & 1) ^ 1
             # Indices come a block ahead of the keys, and are looked at as late.
             index = keys.load_indices(pair, 1, ROWS_64)
             _fill_block(keys, buffers, full, empty, block, parity, pair, slot, 0, E8M0, ROPE_WORD)
             slot = keys.slots(pair, index)
-            block = _load_block(keys, pair, slot, 1, E8M0, ROPE_WORD)
+            block = _load_block(keys, pair, slot, E8M0, ROPE_WORD)
             index = keys.load_indices(pair + 1, 0, ROWS_64)
             if pair == 0:  # what the first products of block 0 wait for comes first
                 fetch_queries(work, buffers, q_full, q_empty, q_desc, item, ROWS, HAS_ROPE)
             _fill_block(keys, buffers, full, empty, block, parity, pair, slot, 1, E8M0, ROPE_WORD)
             slot = keys.slots(pair + 1, index)
-            block = _load_block(keys, pair + 1, slot, 0, E8M0, ROPE_WORD)
+            block = _load_block(keys, pair + 1, slot, E8M0, ROPE_WORD)
             pairs_done += 1

@@ -9,7 +9,18 @@ except ModuleNotFoundError as error:
 
 from .api import decode, explain
 from .cache import dequantize_cache, quantize_cache
+from .cache_ops import append, copy_pages, read
 from .device import device_facts
 from .reference import decode_reference
 
-__all__ = ["decode", "decode_reference", "dequantize_cache", "device_facts", "explain", "quantize_cache"]
+__all__ = [
+    "append",
+    "copy_pages",
+    "decode",
+    "decode_reference",
+    "dequantize_cache",
+    "device_facts",
+    "explain",
+    "quantize_cache",
+    "read",
+]

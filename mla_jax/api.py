@@ -10,23 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from mla_kernels.choose import Explanation, requested
-from mla_kernels.problem import Problem, TensorSpec, make_problem
+from mla_kernels.problem import Problem, make_problem
 
 from .choice import IMPLEMENTATIONS, Call, choose_for, falls_back, plan_for
 from .device import current_facts
+from .specs import array_spec
 from .traced import PLAN_NAMES, Results, run
-
-
-def _spec(name: str, array: Any, shapes_too: bool) -> TensorSpec:
-    if not (isinstance(array, (jax.Array, np.ndarray)) or (shapes_too and isinstance(array, jax.ShapeDtypeStruct))):
-        got = f"{type(array).__module__}.{type(array).__qualname__}"
-        raise ValueError(f"{name}: expected a jax.Array or numpy.ndarray, got {got}")
-    return TensorSpec(tuple(array.shape), str(array.dtype))
 
 
 def _check(arrays: Mapping[str, Any], implementation: Any, options: Mapping[str, Any], shapes_too: bool = False) -> Call:
     """The call, from shapes, dtypes and options alone."""
-    specs = {name: _spec(name, x, shapes_too) for name, x in arrays.items() if x is not None or name in ("q", "kv_cache")}
+    specs = {name: array_spec(name, x, shapes_too) for name, x in arrays.items() if x is not None or name in ("q", "kv_cache")}
     problem = make_problem(**specs, **options)  # type: ignore[arg-type]
     requested(implementation, tuple(IMPLEMENTATIONS))
     if implementation is not None and not isinstance(implementation, str):

@@ -136,19 +136,32 @@ def quantize_cache(kv_cache: jax.Array, cache_format: str, *, power_of_two_scale
 
     pages, size = spec.shape[:2]
     x = kv_cache[:, :, 0]
-    tiles = x[..., : fmt.d_nope].astype(jnp.float32).reshape(pages, size, fmt.num_scales, fmt.scale_tile)
-    codes, scale = _quantize_tiles(tiles, power_of_two_scales)
-    codes = codes.reshape(pages, size, fmt.d_nope)
-    rope = x[..., fmt.d_nope :].astype(jnp.bfloat16)
-    rope = lax.bitcast_convert_type(jnp.where(jnp.isnan(rope), jnp.nan, rope), jnp.uint8).reshape(pages, size, 2 * fmt.d_rope)
-    if fmt.scale_dtype == "float32":
-        scales = lax.bitcast_convert_type(scale, jnp.uint8).reshape(pages, size, fmt.scale_bytes)
+    codes, scales, rope = encode_rows(x[..., : fmt.d_nope], x[..., fmt.d_nope :], fmt, power_of_two_scales)
+    if not fmt.scale_in_page:
         return jnp.concatenate([codes, scales, rope], -1)[:, :, None]
-    exponents = (lax.bitcast_convert_type(scale, jnp.uint32) >> 23).astype(jnp.uint8)
-    exponents = jnp.pad(exponents, ((0, 0), (0, 0), (0, fmt.scale_bytes - fmt.num_scales)))
+    exponents = jnp.pad(scales, ((0, 0), (0, 0), (0, fmt.scale_bytes - fmt.num_scales)))
     data = jnp.concatenate([codes, rope], -1).reshape(pages, size * fmt.row_bytes)
     page = jnp.concatenate([data, exponents.reshape(pages, size * fmt.scale_bytes)], -1)
     return jnp.pad(page, ((0, 0), (0, fmt.page_bytes(size) - size * fmt.token_bytes)))
+
+
+def encode_rows(
+    latent: jax.Array, rope: jax.Array, fmt: CacheFormat, power_of_two: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The bytes of rows [..., d_nope] and [..., d_rope] in a quantised format.
+
+    Returns:
+      uint8 codes [..., d_nope], scales [..., bytes without padding] and RoPE parts [..., 2 * d_rope].
+    """
+    rows = latent.shape[:-1]
+    codes, scale = _quantize_tiles(latent.astype(jnp.float32).reshape(*rows, fmt.num_scales, fmt.scale_tile), power_of_two)
+    if fmt.scale_dtype == "float32":
+        scales = lax.bitcast_convert_type(scale, jnp.uint8).reshape(*rows, fmt.scale_bytes)
+    else:
+        scales = (lax.bitcast_convert_type(scale, jnp.uint32) >> 23).astype(jnp.uint8)
+    rope = rope.astype(jnp.bfloat16)
+    rope = lax.bitcast_convert_type(jnp.where(jnp.isnan(rope), jnp.nan, rope), jnp.uint8).reshape(*rows, 2 * fmt.d_rope)
+    return codes.reshape(*rows, fmt.d_nope), scales, rope
 
 
 def _quantize_tiles(x: jax.Array, power_of_two: bool) -> tuple[jax.Array, jax.Array]:

@@ -16,6 +16,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir, xla
 
+from mla_kernels.cache_plan import CachePlan
 from mla_kernels.launch import INTERPRETER_LOCK, Plan
 from mla_kernels.problem import BYTE_DTYPES
 
@@ -95,18 +96,29 @@ def execute(plan: Plan, arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, n
 
     Arrays of int8 and float8_e4m3fn reach the kernels as uint8.
     """
+    live = execute_launches(plan, arrays)
+    return live["out"], live["lse"]
+
+
+def execute_launches(plan: Plan | CachePlan, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Runs the launches of `plan` in order on the host and returns all arrays by name.
+
+    Those of the call that a launch updates are copies, because what XLA hands to a callback is not the callback's to change.
+    """
     live = {name: np.ascontiguousarray(value) for name, value in arrays.items()}
     for name, array in live.items():
         if array.dtype.name in BYTE_DTYPES:
             live[name] = array.view(np.uint8)
     for name, buffer in plan.buffers.items():
         live[name] = allocate(buffer.shape, buffer.dtype)
+    for name in {name for launch in plan.launches for name in launch.outputs} - set(plan.buffers):
+        live[name] = live[name].copy()
     with INTERPRETER_LOCK:
         for launch in plan.launches:
             inputs = [HostArray(live[name]) for name in launch.input_arrays]
             outputs = [HostArray(live[name]) for name in launch.outputs]
             launch.kernel[launch.grid](*inputs, *launch.scalars, *outputs, **launch.constexprs)
-    return live["out"], live["lse"]
+    return live
 
 
 # `jax.pure_callback` would put the operands back on a device for its callback, which then waits for them on one of the
@@ -142,18 +154,45 @@ def run(plan: Plan, arrays: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Arr
       `(out, lse)`; `out` is rounded once, to nearest even, from the plan's buffer to the dtype of q.
     """
     problem = plan.problem
-    names = tuple(arrays)
 
-    def interpret(*values: Any) -> tuple[np.ndarray, np.ndarray]:
-        out, lse = execute(plan, dict(zip(names, map(np.asarray, values), strict=True)))
+    def interpret(arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        out, lse = execute(plan, arrays)
         return out.astype(problem.dtype), lse
-
-    def callback(*values: Any) -> tuple[np.ndarray, np.ndarray]:
-        return interpret(*values) if _WORKER is None else _WORKER.submit(interpret, *values).result()
 
     results = (
         jax.core.ShapedArray(problem.out_shape, np.dtype(problem.dtype)),
         jax.core.ShapedArray(problem.lse_shape, np.dtype("float32")),
     )
-    out, lse = _interpret_p.bind(*arrays.values(), callback=callback, results=results)
+    out, lse = call_back(interpret, arrays, results)
     return out, lse
+
+
+def run_cache(plan: CachePlan, arrays: Mapping[str, jax.Array], result: str) -> jax.Array:
+    """Traces a callback that executes a plan for a cache, and gives the array called `result`: a buffer, or what is updated."""
+    made = plan.buffers.get(result)
+    shape, dtype = (
+        (made.shape, jax.numpy.dtype(made.dtype)) if made is not None else (arrays[result].shape, arrays[result].dtype)
+    )
+
+    def interpret(arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray]:
+        return (execute_launches(plan, arrays)[result].view(dtype),)
+
+    (array,) = call_back(interpret, arrays, (jax.core.ShapedArray(shape, dtype),))
+    return array
+
+
+def call_back(
+    function: Callable[[Mapping[str, np.ndarray]], tuple[np.ndarray, ...]],
+    arrays: Mapping[str, jax.Array],
+    results: tuple[jax.core.ShapedArray, ...],
+) -> list[jax.Array]:
+    """Traces a call of `function` on the host, with the arrays by their names."""
+    names = tuple(arrays)
+
+    def interpret(*values: Any) -> tuple[np.ndarray, ...]:
+        return function(dict(zip(names, map(np.asarray, values), strict=True)))
+
+    def callback(*values: Any) -> tuple[np.ndarray, ...]:
+        return interpret(*values) if _WORKER is None else _WORKER.submit(interpret, *values).result()
+
+    return _interpret_p.bind(*arrays.values(), callback=callback, results=results)

@@ -10,6 +10,7 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir, xla
 
+from mla_kernels.cache_plan import CachePlan
 from mla_kernels.launch import Plan, TileDescriptor
 
 from . import jax_triton_compat
@@ -25,15 +26,25 @@ def run(plan: Plan, arrays: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Arr
     Returns:
       `(out, lse)` as the plan's buffers of these names describe them.
     """
+    live = run_launches(plan, arrays)
+    return live["out"], live["lse"]
+
+
+def run_launches(plan: Plan | CachePlan, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Traces the launches of `plan`; returns all arrays, by name, as they are afterwards.
+
+    What a launch updates in place shares its buffer with what it becomes: XLA copies an array before that if, and only if,
+    somebody still needs what it was.
+    """
     live = dict(arrays)
     for launch in plan.launches:
-        buffers = [plan.buffers[name] for name in launch.outputs]
+        outputs = [plan.buffers[name] if name in plan.buffers else live[name] for name in launch.outputs]
         with jax.named_scope(launch.name):
             results = jax_triton_compat.triton_call(
                 launch.kernel,
                 [(live[x.array], x) if isinstance(x, TileDescriptor) else live[x] for x in launch.inputs],
                 launch.scalars,
-                [jax.ShapeDtypeStruct(buffer.shape, buffer.dtype) for buffer in buffers],
+                [jax.ShapeDtypeStruct(output.shape, output.dtype) for output in outputs],
                 launch.constexprs,
                 grid=launch.grid,
                 num_warps=launch.num_warps,
@@ -43,7 +54,7 @@ def run(plan: Plan, arrays: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Arr
                 name=launch.name,
             )
         live.update(zip(launch.outputs, results, strict=True))
-    return live["out"], live["lse"]
+    return live
 
 
 # Stands for the kernels on every platform but CUDA.  It can be traced, because a traced function may be lowered for CUDA
@@ -73,5 +84,10 @@ def run_elsewhere(plan: Plan) -> tuple[jax.Array, jax.Array]:
         jax.core.ShapedArray(problem.out_shape, jax.numpy.dtype(problem.dtype)),
         jax.core.ShapedArray(problem.lse_shape, jax.numpy.dtype("float32")),
     )
-    out, lse = _elsewhere_p.bind(results=results, implementation=plan.implementation)
+    out, lse = refuse_elsewhere(plan.implementation, results)
     return out, lse
+
+
+def refuse_elsewhere(implementation: str, results: Sequence[jax.core.ShapedArray]) -> list[jax.Array]:
+    """Traces arrays that can be had on CUDA alone."""
+    return _elsewhere_p.bind(results=tuple(results), implementation=implementation)

@@ -53,7 +53,7 @@ def _reference(problem: Problem, arrays: Arrays) -> Results:
     )
 
 
-def _vary(array: jax.Array, like: Arrays) -> jax.Array:
+def vary(array: jax.Array, like: Arrays) -> jax.Array:
     """`array`, typed as varying over every axis of a `shard_map` that one of `like` varies over; no value changes."""
     axes = frozenset().union(*(jax.typeof(other).mat.varying for other in like.values()))
     missing = tuple(axes - jax.typeof(array).mat.varying)
@@ -66,7 +66,7 @@ def trace(call: Call, arrays: Arrays) -> Results:
 
     def reference(arrays: Arrays) -> Results:
         # its loops keep a state that varies as q does
-        return _reference(call.problem, {**arrays, "q": _vary(arrays["q"], arrays)})
+        return _reference(call.problem, {**arrays, "q": vary(arrays["q"], arrays)})
 
     if plan is None:
         return reference(arrays)
@@ -74,11 +74,11 @@ def trace(call: Call, arrays: Arrays) -> Results:
     # A kernel's results are typed as the same on all shards, and the branches of a conditional must agree in that.
     def kernels(arrays: Arrays) -> Results:
         out, lse = interpret.run(plan, arrays) if plan.facts.interpreted else launcher.run(plan, arrays)
-        return _vary(out, arrays), _vary(lse, arrays)
+        return vary(out, arrays), vary(lse, arrays)
 
     def nowhere(arrays: Arrays) -> Results:
         out, lse = launcher.run_elsewhere(plan)
-        return _vary(out, arrays), _vary(lse, arrays)
+        return vary(out, arrays), vary(lse, arrays)
 
     if plan.facts.interpreted:
         return kernels(arrays)

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch._subclasses import FakeTensor
 
 from mla_kernels.choose import Explanation, choose, requested
 from mla_kernels.device import DeviceFacts
 from mla_kernels.hopper import plan as hopper
 from mla_kernels.launch import Plan, Refusal
 from mla_kernels.plan import plan_decode, refusals
-from mla_kernels.problem import Problem, TensorSpec, make_problem
+from mla_kernels.problem import Problem, make_problem
 
 from . import launcher
 from .reference import decode_reference
+from .tensors import GRADIENT, Spec, as_bytes, check_tensors, full_spec
 
 CALLS_KEPT = 4096
-ALIGNMENT = 16  # bytes; the kernels read quantised rows in vectors, and TMA takes no other address
 _ALIGNED = ("q", "kv_cache")  # whose addresses decide which kernels may run
-_GRADIENT = "requires a gradient; decode is forward-only: detach it or call under torch.no_grad()"
 
 Refusals = tuple[Refusal, ...]
 Results = tuple[torch.Tensor, torch.Tensor]
@@ -59,21 +57,11 @@ def _triton_refusals(problem: Problem, facts: DeviceFacts | None) -> Refusals:
 
 # Best first.  An implementation is one entry here; all else follows from the entry.
 IMPLEMENTATIONS: dict[str, Implementation] = {
-    "hopper": Implementation(_hopper_refusals, automatic=lambda facts: facts is not None, plan=hopper.plan_decode),
+    "hopper": Implementation(_hopper_refusals, automatic=lambda facts: facts is not None, plan=hopper.plan_dense),
     "triton": Implementation(_triton_refusals, automatic=lambda facts: facts is not None, plan=plan_decode),
     # A GPU user who gets the reference has asked for it: it is slow enough to be taken for a fault.
     "reference": Implementation(lambda problem, facts: (), automatic=lambda facts: facts is None or facts.interpreted),
 }
-
-
-# What the checks need of a tensor: dtype, shape, strides, and whether its address is a multiple of `ALIGNMENT`.  A plain tuple,
-# because every call makes some.
-_Spec = tuple[torch.dtype, torch.Size, tuple[int, ...], bool]
-
-
-def _tensor_spec(spec: _Spec) -> TensorSpec:
-    dtype, shape, strides, aligned = spec
-    return TensorSpec(tuple(shape), str(dtype).removeprefix("torch."), tuple(strides), aligned)
 
 
 @dataclass(frozen=True)
@@ -104,7 +92,7 @@ _TENSORS = (
 
 def _prepare(
     device: torch.device,
-    specs: tuple[_Spec | None, ...],
+    specs: tuple[Spec | None, ...],
     head_dim_v: int | None,
     causal: bool,
     cache_format: str | None,
@@ -112,7 +100,7 @@ def _prepare(
     num_splits: int | None,
     implementation: str | tuple[str, ...] | None,
 ) -> _Prepared:
-    given: dict[str, Any] = {name: _tensor_spec(spec) for name, spec in zip(_TENSORS, specs, strict=True) if spec is not None}
+    given: dict[str, Any] = {name: full_spec(spec) for name, spec in zip(_TENSORS, specs, strict=True) if spec is not None}
     problem = make_problem(
         **given,
         head_dim_v=head_dim_v,
@@ -148,42 +136,6 @@ def _prepare(
 _prepare_cached = functools.lru_cache(maxsize=CALLS_KEPT, typed=True)(_prepare)
 
 
-def _is_aligned(tensor: torch.Tensor) -> bool:
-    """Whether the first byte lies at a multiple of 16; what has no address is taken to."""
-    if tensor.is_meta or isinstance(tensor, FakeTensor):
-        return True
-    return tensor.data_ptr() % ALIGNMENT == 0
-
-
-def _check_tensors(tensors: Mapping[str, Any]) -> tuple[_Spec | None, ...]:
-    """The specs in the order of `_TENSORS`, after the checks that only a tensor itself can answer."""
-    device = getattr(tensors["q"], "device", None)
-    refuse_gradients = torch.is_grad_enabled()
-    specs: list[_Spec | None] = []
-    for name, tensor in tensors.items():
-        if tensor is None and name not in ("q", "kv_cache"):
-            specs.append(None)
-            continue
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{name}: expected a torch.Tensor, got {type(tensor).__module__}.{type(tensor).__qualname__}")
-        if tensor.device != device:
-            raise ValueError(f"{name}: expected device {device}, as q has, got {tensor.device}")
-        if refuse_gradients and tensor.requires_grad:
-            raise ValueError(f"{name}: {_GRADIENT}")
-        if tensor.layout is not torch.strided:
-            raise ValueError(f"{name}: expected a strided tensor, got layout {tensor.layout}")
-        aligned = name not in _ALIGNED or _is_aligned(tensor)
-        specs.append((tensor.dtype, tensor.shape, tensor.stride(), aligned))
-    return tuple(specs)
-
-
-def _bytes(name: str, cache: torch.Tensor) -> torch.Tensor:
-    """A quantised cache as uint8, without a copy."""
-    if cache.data_ptr() % ALIGNMENT:
-        raise ValueError(f"{name}: its first byte must lie at a multiple of {ALIGNMENT}, got {cache.data_ptr():#x}")
-    return cache if cache.dtype == torch.uint8 else cache.view(torch.uint8)
-
-
 def _check_call(
     tensors: dict[str, Any], options: tuple[Any, Any, Any, Any, Any], implementation: Any, softmax_scale: Any
 ) -> tuple[_Prepared, float | torch.Tensor]:
@@ -192,7 +144,7 @@ def _check_call(
     Returns:
       The prepared call and its scale.
     """
-    specs = _check_tensors(tensors)
+    specs = check_tensors("decode", tensors, needed=("q", "kv_cache"), aligned=_ALIGNED)
     device = tensors["q"].device
     if isinstance(implementation, list):
         implementation = tuple(implementation)
@@ -205,12 +157,12 @@ def _check_call(
         scale: float | torch.Tensor = problem.d_qk**-0.5
     else:
         if isinstance(softmax_scale, torch.Tensor) and softmax_scale.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"softmax_scale: {_GRADIENT}")
+            raise ValueError(f"softmax_scale: {GRADIENT.format('decode')}")
         scale = launcher.check_scale(softmax_scale, device)
     if problem.cache.format.quantised:
-        tensors["kv_cache"] = _bytes("kv_cache", tensors["kv_cache"])
+        tensors["kv_cache"] = as_bytes("kv_cache", tensors["kv_cache"])
         if problem.extra is not None:
-            tensors["extra_kv_cache"] = _bytes("extra_kv_cache", tensors["extra_kv_cache"])
+            tensors["extra_kv_cache"] = as_bytes("extra_kv_cache", tensors["extra_kv_cache"])
     return prepared, scale
 
 

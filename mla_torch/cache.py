@@ -40,16 +40,7 @@ def decode_rows(
     fmt = spec.format
     if not fmt.quantised:
         return kv_cache[page, slot].to(dtype)
-    raw = kv_cache.view(torch.uint8)
-    if fmt.scale_in_page:
-        # The token dimension of the 4-D view has no meaning of its own here: a page is laid out as a whole.
-        pages, size, start = spec.num_pages, spec.page_size, raw.storage_offset()
-        data = raw.as_strided((pages, size, fmt.row_bytes), (spec.page_stride, fmt.row_bytes, 1), start)[page, slot]
-        start += size * fmt.row_bytes
-        scales = raw.as_strided((pages, size, fmt.scale_bytes), (spec.page_stride, fmt.scale_bytes, 1), start)[page, slot]
-    else:
-        data = raw[page, slot, 0]
-        scales = data[:, fmt.scale_offset : fmt.scale_offset + fmt.scale_bytes]
+    data, scales = (part[page, slot] for part in page_parts(kv_cache, spec))
     values = data[:, : fmt.d_nope].contiguous().view(torch.float8_e4m3fn).float().to(dtype)
     scale = _decode_scales(scales, fmt, dtype)
     values = (values.unflatten(1, (fmt.num_scales, fmt.scale_tile)) * scale[:, :, None]).flatten(1)
@@ -110,18 +101,45 @@ def quantize_cache(kv_cache: torch.Tensor, cache_format: str, *, power_of_two_sc
     for first in range(0, pages, step):
         part = slice(first, first + step)
         x = kv_cache[part, :, 0]
-        codes, scale = _quantize_tiles(x[..., : fmt.d_nope].float().unflatten(-1, (-1, fmt.scale_tile)), power_of_two_scales)
-        rope = x[..., fmt.d_nope :].to(torch.bfloat16)
-        rope = torch.where(rope.isnan(), torch.nan, rope)
-        data[part, :, : fmt.d_nope] = codes.flatten(-2)
-        data[part, :, fmt.rope_offset : fmt.rope_offset + 2 * fmt.d_rope] = rope.contiguous().view(torch.uint8)
-        if fmt.scale_dtype == "float32":
-            scales[part] = scale.view(torch.uint8)
-        else:
-            scales[part, :, : fmt.num_scales] = (scale.view(torch.int32) >> 23).to(torch.uint8)
+        codes, scale, rope = encode_rows(x[..., : fmt.d_nope], x[..., fmt.d_nope :], fmt, power_of_two_scales)
+        data[part, :, : fmt.d_nope] = codes
+        data[part, :, fmt.rope_offset : fmt.rope_offset + 2 * fmt.d_rope] = rope
+        scales[part, :, : scale.shape[-1]] = scale
     # Not `unflatten`, which gives a single page another stride.
     token = fmt.token_bytes
     return storage.as_strided((pages, size, 1, token), (fmt.page_bytes(size), token, token, 1))
+
+
+def encode_rows(
+    latent: torch.Tensor, rope: torch.Tensor, fmt: CacheFormat, power_of_two: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The bytes of rows [..., d_nope] and [..., d_rope] in a quantised format.
+
+    Returns:
+      uint8 codes [..., d_nope], scales [..., bytes without padding] and RoPE parts [..., 2 * d_rope].
+    """
+    codes, scale = _quantize_tiles(latent.float().unflatten(-1, (-1, fmt.scale_tile)), power_of_two)
+    if fmt.scale_dtype == "float32":
+        scales = scale.view(torch.uint8)
+    else:
+        scales = (scale.view(torch.int32) >> 23).to(torch.uint8)
+    rope = rope.to(torch.bfloat16)
+    rope = torch.where(rope.isnan(), torch.nan, rope)
+    return codes.flatten(-2), scales, rope.contiguous().view(torch.uint8)
+
+
+def page_parts(kv_cache: torch.Tensor, spec: CacheSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of a quantised cache as bytes: rows [pages, page_size, row_bytes] and scales [pages, page_size, scale_bytes]."""
+    fmt = spec.format
+    raw = kv_cache.view(torch.uint8)
+    if not fmt.scale_in_page:
+        data = raw[:, :, 0]
+        return data, data[..., fmt.scale_offset : fmt.scale_offset + fmt.scale_bytes]
+    # The token dimension of the 4-D view has no meaning of its own here: a page is laid out as a whole.
+    pages, size, start = spec.num_pages, spec.page_size, raw.storage_offset()
+    data = raw.as_strided((pages, size, fmt.row_bytes), (spec.page_stride, fmt.row_bytes, 1), start)
+    start += size * fmt.row_bytes
+    return data, raw.as_strided((pages, size, fmt.scale_bytes), (spec.page_stride, fmt.scale_bytes, 1), start)
 
 
 def _quantize_tiles(x: torch.Tensor, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,6 +18,8 @@ from mla_kernels.attend import attend_kernel
 from mla_kernels.device import INTERPRETER, DeviceFacts
 from mla_kernels.launch import INTERPRETER_LOCK, Buffer, Launch, Plan, TileDescriptor
 
+from .tensors import dtype_name
+
 # Triton decides when a kernel is defined, so the kernel itself is what knows.
 INTERPRETED = not isinstance(attend_kernel, triton.JITFunction)
 
@@ -97,7 +99,7 @@ def check_scale(value: Any, device: torch.device) -> float | torch.Tensor:
         if value.numel() != 1 or not value.is_floating_point():
             raise ValueError(
                 "softmax_scale: expected a number or a floating-point tensor of one element, "
-                f"got {_dtype_name(value.dtype)} {list(value.shape)}"
+                f"got {dtype_name(value.dtype)} {list(value.shape)}"
             )
         if value.device == device:
             return value
@@ -134,10 +136,6 @@ def current_stream(device: torch.device) -> int | None:
     return triton.runtime.driver.active.get_current_stream(index)
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _descriptor_maker(tile: TileDescriptor) -> Callable[[torch.Tensor], Any]:
     """A function that makes Triton's descriptor of `tile` for the tensor of a call.
 
@@ -158,7 +156,7 @@ def _descriptor_maker(tile: TileDescriptor) -> Callable[[torch.Tensor], Any]:
     return make
 
 
-class _Step:
+class Step:
     """One launch, with all that does not change between calls worked out.
 
     Triton's own way to launch looks at every argument anew, which takes longer than the kernel of a small call.  All that a
@@ -240,7 +238,7 @@ class Program:
         self._out_dtype = getattr(torch, out.dtype)
         # The interpreter cannot round to 16 bits as a GPU does, so its plan computes `out` in fp32 and PyTorch rounds it.
         self._rounded_to = None if out.dtype == problem.dtype else getattr(torch, problem.dtype)
-        self._steps = [_Step(launch) for launch in plan.launches if launch.grid[0] > 0]
+        self._steps = [Step(launch) for launch in plan.launches if launch.grid[0] > 0]
         self._lock = INTERPRETER_LOCK if plan.facts.interpreted else nullcontext()
 
     def run(self, arrays: Mapping[str, torch.Tensor], out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:

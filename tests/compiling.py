@@ -20,6 +20,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 import mla_kernels.plan
+from mla_kernels.cache_plan import CachePlan
 from mla_kernels.device import KNOWN_DEVICES, DeviceFacts
 from mla_kernels.formats import get_format
 from mla_kernels.launch import Launch, Plan, TileDescriptor
@@ -28,7 +29,14 @@ from tests.pairwise import Row, cover
 
 PAGES = 1000
 TOPK = 2048
-POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int32": "*i32", "uint8": "*u8"}
+POINTERS = {
+    "bfloat16": "*bf16",
+    "float16": "*fp16",
+    "float32": "*fp32",
+    "int32": "*i32",
+    "int64": "*i64",
+    "uint8": "*u8",
+}
 
 
 @dataclass(frozen=True)
@@ -143,24 +151,26 @@ class Compilation:
     launch: Launch
 
 
-def _array_dtype(plan: Plan, name: str) -> str:
-    problem = plan.problem
+def _array_dtype(plan: Plan | CachePlan, name: str) -> str:
     if name in plan.buffers:
         return plan.buffers[name].dtype
+    if isinstance(plan, CachePlan):
+        return plan.dtypes[name]
+    problem = plan.problem
     caches = {"kv_cache": problem.cache, "extra_kv_cache": problem.extra}
     if name in caches:
         return caches[name].format.dtype
     return {"q": problem.dtype, "softmax_scale": "float32", "attn_sink": "float32"}.get(name, "int32")
 
 
-def _input_type(plan: Plan, item: str | TileDescriptor) -> str:
+def _input_type(plan: Plan | CachePlan, item: str | TileDescriptor) -> str:
     """As Triton's launcher spells it."""
     if not isinstance(item, TileDescriptor):
         return POINTERS[_array_dtype(plan, item)]
     return f"tensordesc<{POINTERS[_array_dtype(plan, item.array)][1:]}{list(item.block_shape)},{item.layout!r}>"
 
 
-def _signature(plan: Plan, launch: Launch) -> tuple[dict[str, str], dict[tuple[int], list]]:
+def _signature(plan: Plan | CachePlan, launch: Launch) -> tuple[dict[str, str], dict[tuple[int], list]]:
     """Types of the kernel's parameters, and what is known of them: that arrays start at a multiple of 16 bytes."""
     names = launch.kernel.arg_names
     types = [
@@ -209,7 +219,7 @@ class Compiled:
     log: str
 
 
-def compile_launch(plan: Plan, launch: Launch) -> Compiled:
+def compile_launch(plan: Plan | CachePlan, launch: Launch) -> Compiled:
     """Compiles through ptxas, with the tool and the flags that Triton chooses for the device."""
     signature, attributes = _signature(plan, launch)
     make_source = GluonASTSource if isinstance(launch.kernel, GluonJITFunction) else ASTSource

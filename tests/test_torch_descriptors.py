@@ -10,7 +10,8 @@ torch = pytest.importorskip("torch")
 
 import mla_torch
 from mla_kernels.launch import Launch, TileDescriptor
-from mla_torch import api, launcher
+from mla_torch import launcher
+from mla_torch.tensors import is_aligned
 from tests.torch_calls import dense, recording
 
 
@@ -42,7 +43,7 @@ def step_with_descriptor(row_stride=576):
     kernel = Compiler()
     tile = TileDescriptor("q", (8, 576), row_stride, (64, 64))
     launch = Launch(kernel, (tile, "q"), (7,), ("out",), {"BLOCK": 64}, (3, 1, 1), num_warps=4, num_stages=1)
-    return launcher._Step(launch), kernel
+    return launcher.Step(launch), kernel
 
 
 def run(step, tensors):
@@ -150,6 +151,6 @@ def test_tensors_without_an_address_are_not_asked_for_it():
 
     with FakeTensorMode():
         fake = torch.empty(4)
-    assert api._is_aligned(fake)
-    assert api._is_aligned(torch.empty(4, device="meta")[1:])
-    assert not api._is_aligned(torch.empty(4)[1:])
+    assert is_aligned(fake)
+    assert is_aligned(torch.empty(4, device="meta")[1:])
+    assert not is_aligned(torch.empty(4)[1:])

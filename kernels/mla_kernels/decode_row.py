@@ -25,6 +25,16 @@ def e8m0_to_float32(code):
 
 
 @triton.jit
+def widen(x, dtype: tl.constexpr):
+    """16- or 32-bit floating-point values in a dtype that holds them all."""
+    if dtype == tl.float32 and x.dtype == tl.bfloat16:
+        # In integers, because the interpreter loses subnormals.
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
 def load_rows(
     base,  # pointers to rows [N], or one pointer to the first of rows at equal distances (EQUIDISTANT)
     scale_base,  # the same for their scales, of the cache's dtype
@@ -61,14 +71,14 @@ def load_rows(
         mask = valid[:, None]
         if D_V != BLOCK_C:
             mask = mask & (col < D_V)
-        c = tl.load(base + (row + col), mask=mask, other=0.0).to(COMPUTE)
+        c = widen(tl.load(base + (row + col), mask=mask, other=0.0), COMPUTE)
         r = c
         if BLOCK_R > 0:
             rest = D_V + tl.arange(0, BLOCK_R)[None, :]
             mask = valid[:, None]
             if D_QK - D_V != BLOCK_R:
                 mask = mask & (rest < D_QK)
-            r = tl.load(base + (row + rest), mask=mask, other=0.0).to(COMPUTE)
+            r = widen(tl.load(base + (row + rest), mask=mask, other=0.0), COMPUTE)
     else:
         # Tiles that share a scale are an axis of their own: [N, tiles, SCALE_TILE].
         TILES: tl.constexpr = BLOCK_C // SCALE_TILE
@@ -91,7 +101,7 @@ def load_rows(
             scale = tl.load(fp32_ptr + (scale_row + tile[None, :]), mask=valid_tile, other=0.0)
         rope_ptr = (base + ROPE_OFFSET).to(tl.pointer_type(tl.bfloat16), bitcast=True)
         rope_col = tl.arange(0, D_QK - NUM_SCALES * SCALE_TILE)[None, :]
-        rope = tl.load(rope_ptr + (row // 2 + rope_col), mask=valid[:, None], other=0.0).to(COMPUTE)
+        rope = widen(tl.load(rope_ptr + (row // 2 + rope_col), mask=valid[:, None], other=0.0), COMPUTE)
         value = (e4m3_to_float32(code, NATIVE_FP8) * scale[:, :, None]).to(COMPUTE)
         if NUM_SCALES != TILES:  # the RoPE part is the last tile of the value vector
             value = tl.where((tile < NUM_SCALES)[None, :, None], value, rope[:, None, :])

@@ -151,7 +151,8 @@ def _static_splits(tokens: tuple[int, int], items: int, programs: int, tiles: Ti
     return best
 
 
-def _cache_constants(spec: CacheSpec | None, prefix: str = "") -> dict[str, Any]:
+def cache_constants(spec: CacheSpec | None, prefix: str = "") -> dict[str, Any]:
+    """What kernels know of where the rows of a cache and their scales lie."""
     if spec is None:
         names = ("PAGE_SIZE", "PAGE_STRIDE", "TOKEN_STRIDE", "SCALE_BASE", "SCALE_STRIDE")
         return {prefix + name: 1 for name in names}
@@ -237,8 +238,8 @@ def plan_decode(problem: Problem, facts: DeviceFacts, overrides: dict[str, int] 
             "Q_STRIDE_B": problem.q_strides[0],
             "Q_STRIDE_S": problem.q_strides[1],
             "Q_STRIDE_H": problem.q_strides[2],
-            **_cache_constants(problem.cache),
-            **_cache_constants(problem.extra, "EXTRA_"),
+            **cache_constants(problem.cache),
+            **cache_constants(problem.extra, "EXTRA_"),
             "HEAD_STRIDE": problem.cache.head_stride,
             "SCALE_TILE": fmt.scale_tile,
             "NUM_SCALES": fmt.num_scales,

@@ -87,7 +87,7 @@ class Problem:
     has_sink: bool = False
     num_splits: int | None = None
     out_strides: tuple[int, int, int] | None = None  # None: row-major
-    aligned: bool = True  # q and kv_cache are known to start at multiples of 16 bytes
+    aligned: bool = True  # q and the caches are known to start at multiples of 16 bytes
 
     @property
     def out_shape(self) -> tuple[int, int, int, int]:
@@ -121,27 +121,27 @@ class Problem:
         return total
 
 
-def _expect(ok: bool, argument: str, expected: str, got: Any) -> None:
+def expect(ok: bool, argument: str, expected: str, got: Any) -> None:
     if not ok:
         raise ValueError(f"{argument}: expected {expected}, got {got}")
 
 
-def _expect_dense_rows(argument: str, spec: TensorSpec) -> None:
+def expect_dense_rows(argument: str, spec: TensorSpec) -> None:
     if spec.shape and spec.shape[-1] > 1 and 0 not in spec.shape and spec.strides[-1] != 1:
         raise ValueError(f"{argument}: the innermost dimension must be dense (stride 1), got strides {list(spec.strides)}")
 
 
 def _int32_vector(argument: str, spec: TensorSpec, batch: int) -> None:
-    _expect(spec.dtype == "int32" and spec.shape == (batch,), argument, f"int32 of shape [b={batch}]", spec)
-    _expect_dense_rows(argument, spec)
+    expect(spec.dtype == "int32" and spec.shape == (batch,), argument, f"int32 of shape [b={batch}]", spec)
+    expect_dense_rows(argument, spec)
 
 
-def _positive_int(argument: str, value: Any) -> int:
-    _expect(isinstance(value, int) and not isinstance(value, bool) and value > 0, argument, "a positive int", repr(value))
+def positive_int(argument: str, value: Any) -> int:
+    expect(isinstance(value, int) and not isinstance(value, bool) and value > 0, argument, "a positive int", repr(value))
     return value
 
 
-def _infer_format(argument: str, spec: TensorSpec, page_size: int | None) -> CacheFormat:
+def infer_format(argument: str, spec: TensorSpec, page_size: int | None) -> CacheFormat:
     if spec.dtype == "bfloat16":
         return BF16
     if spec.dtype == "float16":
@@ -174,30 +174,30 @@ def cache_spec(
     argument: str, spec: TensorSpec, cache_format: str | None, page_size: int | None, d_qk: int, dtype: str
 ) -> tuple[CacheSpec, int]:
     """Checks one cache against the queries' width and dtype: the cache and its number of heads.  Raises as `make_problem`."""
-    fmt = get_format(cache_format) if cache_format is not None else _infer_format(argument, spec, page_size)
+    fmt = get_format(cache_format) if cache_format is not None else infer_format(argument, spec, page_size)
     if not fmt.quantised:
-        _expect(
+        expect(
             spec.dtype == fmt.dtype and len(spec.shape) == 4 and spec.shape[3] == d_qk,
             argument,
             f"{fmt.dtype} of shape [pages, page_size, h_kv, d_qk={d_qk}]",
             spec,
         )
-        _expect(fmt.dtype == dtype, argument, f"the dtype of q ({dtype})", spec)
-        _expect(spec.shape[1] > 0 and spec.shape[2] > 0, argument, "page_size and h_kv of at least 1", spec)
-        _expect_dense_rows(argument, spec)
+        expect(fmt.dtype == dtype, argument, f"the dtype of q ({dtype})", spec)
+        expect(spec.shape[1] > 0 and spec.shape[2] > 0, argument, "page_size and h_kv of at least 1", spec)
+        expect_dense_rows(argument, spec)
         if page_size is not None:
-            _expect(page_size == spec.shape[1], "page_size", f"{spec.shape[1]}, as {argument} has", page_size)
+            expect(page_size == spec.shape[1], "page_size", f"{spec.shape[1]}, as {argument} has", page_size)
         pages, tokens, heads, _ = spec.shape
         return CacheSpec(fmt, pages, tokens, *spec.strides[:3]), heads
 
     if dtype != "bfloat16":
         raise NotImplementedError(f"q: a {fmt.name} cache takes bfloat16 queries (its RoPE part is bfloat16), got {dtype}")
-    _expect(d_qk == fmt.d_qk, "q", f"a head dimension of {fmt.d_qk} for a {fmt.name} cache", d_qk)
-    _expect(spec.dtype in BYTE_DTYPES, argument, f"bytes ({', '.join(BYTE_DTYPES)}) for cache_format {fmt.name!r}", spec)
+    expect(d_qk == fmt.d_qk, "q", f"a head dimension of {fmt.d_qk} for a {fmt.name} cache", d_qk)
+    expect(spec.dtype in BYTE_DTYPES, argument, f"bytes ({', '.join(BYTE_DTYPES)}) for cache_format {fmt.name!r}", spec)
     if len(spec.shape) == 2 and fmt.scale_in_page:
         if page_size is None:
             raise ValueError(f"page_size: needed for a cache given as [pages, page_bytes], got {argument} {spec}")
-        _expect(
+        expect(
             spec.shape[1] >= page_size * fmt.token_bytes,
             argument,
             f"at least {page_size} * {fmt.token_bytes} bytes a page",
@@ -208,21 +208,21 @@ def cache_spec(
         wanted = f"bytes of shape [pages, page_size, 1, {fmt.token_bytes}]"
         if fmt.scale_in_page:
             wanted += " or [pages, page_bytes] with page_size="
-        _expect(len(spec.shape) == 4 and spec.shape[2:] == (1, fmt.token_bytes) and spec.shape[1] > 0, argument, wanted, spec)
+        expect(len(spec.shape) == 4 and spec.shape[2:] == (1, fmt.token_bytes) and spec.shape[1] > 0, argument, wanted, spec)
         if page_size is not None:
-            _expect(page_size == spec.shape[1], "page_size", f"{spec.shape[1]}, as {argument} has", page_size)
+            expect(page_size == spec.shape[1], "page_size", f"{spec.shape[1]}, as {argument} has", page_size)
         size, page_stride, token_stride = spec.shape[1], spec.strides[0], spec.strides[1]
         if fmt.scale_in_page:
-            _expect(
+            expect(
                 token_stride == fmt.token_bytes or size == 1 or spec.shape[0] == 0,
                 argument,
                 f"a token stride of {fmt.token_bytes} bytes ({fmt.name} pages are laid out as a whole)",
                 f"strides {list(spec.strides)}",
             )
             token_stride = fmt.row_bytes
-    _expect_dense_rows(argument, spec)
+    expect_dense_rows(argument, spec)
     align = 4  # scales are read by words
-    _expect(
+    expect(
         page_stride % align == 0 and token_stride % align == 0,
         argument,
         f"page and token strides that are multiples of {align} bytes",
@@ -233,9 +233,9 @@ def cache_spec(
 
 def _indices(argument: str, spec: TensorSpec, batch: int, s_q: int) -> tuple[int, tuple[int, int]]:
     ok = spec.dtype == "int32" and len(spec.shape) == 3 and spec.shape[:2] == (batch, s_q)
-    _expect(ok, argument, f"int32 of shape [b={batch}, s_q={s_q}, topk]", spec)
-    _expect(spec.shape[2] > 0, argument, "a topk of at least 1", spec)
-    _expect_dense_rows(argument, spec)
+    expect(ok, argument, f"int32 of shape [b={batch}, s_q={s_q}, topk]", spec)
+    expect(spec.shape[2] > 0, argument, "a topk of at least 1", spec)
+    expect_dense_rows(argument, spec)
     return spec.shape[2], (spec.strides[0], spec.strides[1])
 
 
@@ -264,11 +264,11 @@ def make_problem(
       ValueError: a wrong shape, dtype, stride or combination; the message names the argument.
       NotImplementedError: a meaningful call that this version does not support.
     """
-    _expect(len(q.shape) == 4, "q", "shape [b, s_q, h_q, d_qk]", q)
-    _expect(q.dtype in COMPUTE_DTYPES, "q", "bfloat16 or float16", q)
+    expect(len(q.shape) == 4, "q", "shape [b, s_q, h_q, d_qk]", q)
+    expect(q.dtype in COMPUTE_DTYPES, "q", "bfloat16 or float16", q)
     batch, s_q, h_q, d_qk = q.shape
-    _expect(h_q > 0 and d_qk > 0, "q", "at least one head and one column", q)
-    _expect_dense_rows("q", q)
+    expect(h_q > 0 and d_qk > 0, "q", "at least one head and one column", q)
+    expect_dense_rows("q", q)
 
     sparse = indices is not None
     if sparse and block_table is not None:
@@ -286,32 +286,32 @@ def make_problem(
         ):
             if value is not None:
                 raise ValueError(f"{name}: goes with indices (a sparse call), got {value} in a dense one")
-    _expect(isinstance(causal, bool), "causal", "a bool", repr(causal))
+    expect(isinstance(causal, bool), "causal", "a bool", repr(causal))
     if sparse and causal:
         raise ValueError("causal: does not go with indices: which keys a query sees is what its indices say")
 
     sizes = page_size if isinstance(page_size, tuple) else (page_size, page_size)
-    _expect(len(sizes) == 2, "page_size", "an int or a pair (kv_cache, extra_kv_cache)", page_size)
+    expect(len(sizes) == 2, "page_size", "an int or a pair (kv_cache, extra_kv_cache)", page_size)
     for size in sizes:
         if size is not None:
-            _positive_int("page_size", size)
+            positive_int("page_size", size)
     if isinstance(page_size, int) and extra_kv_cache is not None and len(extra_kv_cache.shape) != 2:
         sizes = (page_size, None)  # a cache with a page dimension says its own size
 
     cache, h_kv = cache_spec("kv_cache", kv_cache, cache_format, sizes[0], d_qk, q.dtype)
     if sparse and h_kv != 1:
         raise ValueError(f"kv_cache: expected one key-value head for a sparse call, got {kv_cache}")
-    _expect(h_q % h_kv == 0, "kv_cache", f"a number of heads that divides h_q={h_q}", kv_cache)
+    expect(h_q % h_kv == 0, "kv_cache", f"a number of heads that divides h_q={h_q}", kv_cache)
 
     if head_dim_v is not None:
-        _positive_int("head_dim_v", head_dim_v)
+        positive_int("head_dim_v", head_dim_v)
     elif cache.format.d_v or d_qk in (576, 512):
         head_dim_v = 512
     else:
         raise ValueError(f"head_dim_v: must be given when d_qk is neither 576 nor 512, got d_qk={d_qk}")
     if cache.format.d_v is not None:
-        _expect(head_dim_v == cache.format.d_v, "head_dim_v", f"{cache.format.d_v} for a {cache.format.name} cache", head_dim_v)
-    _expect(head_dim_v <= d_qk, "head_dim_v", f"at most d_qk={d_qk}", head_dim_v)
+        expect(head_dim_v == cache.format.d_v, "head_dim_v", f"{cache.format.d_v} for a {cache.format.name} cache", head_dim_v)
+    expect(head_dim_v <= d_qk, "head_dim_v", f"at most d_qk={d_qk}", head_dim_v)
 
     extra = None
     extra_width, extra_strides = 0, (0, 0)
@@ -326,7 +326,7 @@ def make_problem(
             raise NotImplementedError(
                 f"extra_kv_cache: its format must be that of kv_cache ({cache.format.name}), got {extra.format.name}"
             )
-        _expect(extra_heads == 1, "extra_kv_cache", "one key-value head", extra_kv_cache)
+        expect(extra_heads == 1, "extra_kv_cache", "one key-value head", extra_kv_cache)
         extra_width, extra_strides = _indices("extra_indices", extra_indices, batch, s_q)
         if extra_topk_length is not None:
             _int32_vector("extra_topk_length", extra_topk_length, batch)
@@ -340,8 +340,8 @@ def make_problem(
     else:
         assert block_table is not None  # for the type checker; refused above
         ok = block_table.dtype == "int32" and len(block_table.shape) == 2 and block_table.shape[0] == batch
-        _expect(ok, "block_table", f"int32 of shape [b={batch}, max_pages]", block_table)
-        _expect_dense_rows("block_table", block_table)
+        expect(ok, "block_table", f"int32 of shape [b={batch}, max_pages]", block_table)
+        expect_dense_rows("block_table", block_table)
         if cache_seqlens is None:
             raise ValueError("cache_seqlens: needed together with block_table")
         _int32_vector("cache_seqlens", cache_seqlens, batch)
@@ -350,22 +350,22 @@ def make_problem(
         raise ValueError(f"{'indices' if sparse else 'block_table'}: more than 2**31 - 1 entries a row")
 
     if attn_sink is not None:
-        _expect(
+        expect(
             attn_sink.dtype == "float32" and attn_sink.shape == (h_q,), "attn_sink", f"float32 of shape [h_q={h_q}]", attn_sink
         )
-        _expect_dense_rows("attn_sink", attn_sink)
+        expect_dense_rows("attn_sink", attn_sink)
     if num_splits is not None:
-        _positive_int("num_splits", num_splits)
+        positive_int("num_splits", num_splits)
 
     out_strides = None
     if out is not None:
         wanted = (batch, s_q, h_q, head_dim_v)
-        _expect(out.shape == wanted and out.dtype == q.dtype, "out", f"{q.dtype} of shape {list(wanted)}", out)
-        _expect_dense_rows("out", out)
+        expect(out.shape == wanted and out.dtype == q.dtype, "out", f"{q.dtype} of shape {list(wanted)}", out)
+        expect_dense_rows("out", out)
         if out.strides != row_major_strides(out.shape):
             out_strides = (out.strides[0], out.strides[1], out.strides[2])
             repeated = any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.strides, strict=True))
-            _expect(not repeated, "out", "every element at an address of its own", f"strides {list(out.strides)}")
+            expect(not repeated, "out", "every element at an address of its own", f"strides {list(out.strides)}")
 
     return Problem(
         batch=batch,
@@ -389,5 +389,5 @@ def make_problem(
         has_sink=attn_sink is not None,
         num_splits=num_splits,
         out_strides=out_strides,
-        aligned=q.aligned and kv_cache.aligned,
+        aligned=all(spec.aligned for spec in (q, kv_cache, extra_kv_cache) if spec is not None),
     )

@@ -21,7 +21,7 @@ from .reference import decode_reference
 from .tensors import GRADIENT, Spec, as_bytes, check_tensors, full_spec
 
 CALLS_KEPT = 4096
-_ALIGNED = ("q", "kv_cache")  # whose addresses decide which kernels may run
+_ALIGNED = ("q", "kv_cache", "extra_kv_cache")  # whose addresses decide which kernels may run
 
 Refusals = tuple[Refusal, ...]
 Results = tuple[torch.Tensor, torch.Tensor]
@@ -57,7 +57,7 @@ def _triton_refusals(problem: Problem, facts: DeviceFacts | None) -> Refusals:
 
 # Best first.  An implementation is one entry here; all else follows from the entry.
 IMPLEMENTATIONS: dict[str, Implementation] = {
-    "hopper": Implementation(_hopper_refusals, automatic=lambda facts: facts is not None, plan=hopper.plan_dense),
+    "hopper": Implementation(_hopper_refusals, automatic=lambda facts: facts is not None, plan=hopper.plan_decode),
     "triton": Implementation(_triton_refusals, automatic=lambda facts: facts is not None, plan=plan_decode),
     # A GPU user who gets the reference has asked for it: it is slow enough to be taken for a fault.
     "reference": Implementation(lambda problem, facts: (), automatic=lambda facts: facts is None or facts.interpreted),

@@ -76,6 +76,36 @@ class Case:
         return call if sink is None else call | {"attn_sink": torch.from_numpy(sink).to(device)}
 
 
+@dataclass(frozen=True)
+class SparseCase:
+    """A sparse call of `spec` with these `topk_length`, and `extra_topk_length` where the spec has an extra scope."""
+
+    spec: ArgSpec
+    lengths: tuple[int, ...]
+    extra_lengths: tuple[int, ...] = ()
+
+    @property
+    def id(self) -> str:
+        some = [",".join(map(str, lengths[:6])) + ",..." * (len(lengths) > 6) for lengths in (self.lengths, self.extra_lengths)]
+        return f"{self.spec.id} lengths {' and '.join(filter(None, some))}"
+
+    def call(self) -> dict[str, Any]:
+        call = gpu_tools.torch_call(self.spec)
+        lengths = torch.tensor(self.lengths, dtype=torch.int32, device=gpu_tools.DEVICE)
+        call |= {"topk_length": lengths, "num_splits": self.spec.num_splits}
+        if self.extra_lengths:
+            call["extra_topk_length"] = torch.tensor(self.extra_lengths, dtype=torch.int32, device=gpu_tools.DEVICE)
+        return call
+
+
+def sparse(*lengths: int, extra: tuple[int, ...] = (), topk: int = 700, **spec: Any) -> SparseCase:
+    """With an extra scope of 300 indices where it has lengths."""
+    scope = (64, 300, True) if extra else None
+    keys = 4096 if len(lengths) < 10 else 400  # they are made by numpy
+    given = ArgSpec(batch=len(lengths), length=keys, topk=topk, topk_length=True, extra=scope, **spec)
+    return SparseCase(given, lengths, extra)
+
+
 def of(*lengths: int, columns: int | None = None, **spec: Any) -> Case:
     return Case(ArgSpec(batch=len(lengths), length=max(*lengths, 1), **spec), lengths, columns)
 
@@ -88,7 +118,11 @@ WIDE = {"h_q": 128}
 FEW_HEADS = {"h_q": 16, "sink": "finite"}
 CAUSAL = {"h_q": 16, "s_q": 4, "causal": True}
 
-BATCHES: dict[str, list[Case]] = {
+V32 = {"format": "v32_fp8", "h_q": 128}
+MODEL1 = {"format": "model1_fp8", "d_qk": 512, "h_q": 64, "sink": "finite"}
+RAGGED = np.random.default_rng(0)
+
+BATCHES: dict[str, list[Case | SparseCase]] = {
     "lengths": [
         *(of(*lengths, **WIDE) for lengths in ((0,), (1,), (63,), (64,), (65,), (127,), (128,), (129,), (20_000,))),
         *(of(*lengths, **WIDE) for lengths in ((0, 0, 0, 0, 0), (0, 1, 0), (1, 128), (513, 511), (300, 0, 0, 0, 0, 77))),
@@ -138,10 +172,28 @@ BATCHES: dict[str, list[Case]] = {
         ragged(8, 4, 3000, h_q=64, s_q=2, std=0.1),
     ],
 }
+BATCHES |= {
+    "sparse": [
+        *(sparse(*lengths, **V32) for lengths in ((0,), (1,), (64,), (65,), (128,), (129,), (700,), (0, 0, 0), (0, 1, 700, -5, 9999))),
+        *(sparse(*RAGGED.integers(0, 701, batch).tolist(), **V32) for batch in (65, 66, 67, 133)),
+        sparse(*[0] * 299, 700, format="v32_fp8", h_q=16),
+        sparse(1, 0, 500, num_splits=7, s_q=2, **V32),
+        sparse(300, 200, 0, index_kind="holes", s_q=3, format="v32_fp8", h_q=40),
+        sparse(700, 300, index_kind="first64", page_size=53, **V32),
+    ],
+    "sparse with an extra scope": [
+        *(sparse(*a, extra=b, **MODEL1) for a, b in (((0,), (0,)), ((0,), (1,)), ((1,), (0,)), ((129,), (65,)), ((700,), (300,)))),
+        sparse(0, 5, 700, -1, 64, extra=(300, 0, 64, 9999, -7), **MODEL1),
+        sparse(*RAGGED.integers(0, 701, 140).tolist(), extra=tuple(RAGGED.integers(0, 301, 140).tolist()), **MODEL1),
+        sparse(100, 0, 64, extra=(0, 0, 300), num_splits=9, s_q=2, page_size=256, **MODEL1),
+        sparse(300, 700, extra=(10, 300), index_kind="out_of_range", format="v32_fp8", h_q=128),
+        sparse(300, 700, extra=(10, 300), index_kind="empty_rows", s_q=4, **MODEL1),
+    ],
+}  # fmt: skip
 GRAPHS = {"graphs": [of(*[3000] * 6, **words) for words in (WIDE, FEW_HEADS, CAUSAL | {"page_size": 32})]}
 
 
-def run(case: Case) -> Iterator[str]:
+def run(case: Case | SparseCase) -> Iterator[str]:
     """The call in poisoned memory against fp64, and once more against itself."""
     call = case.call()
     result = mla_torch.decode(**call, implementation=IMPLEMENTATION)

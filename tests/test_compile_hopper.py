@@ -1,4 +1,4 @@
-"""What the compiler makes of the Hopper kernel: registers, shared memory, warps, and main loops that touch no local memory."""
+"""What the compiler makes of the Hopper kernels: registers, shared memory, warps, and main loops that touch no local memory."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import pytest
 import triton
 
 from mla_kernels.hopper import plan as hopper
+from mla_kernels.hopper import sizes
 from mla_kernels.launch import Plan
 from tests.compiling import Compilation, Compiled, cuobjdump, innermost_loops, instructions
-from tests.hopper_calls import H200, attend_launch, dense_problem
+from tests.hopper_calls import H200, attend_launch, dense_problem, sparse_problem
 from tests.test_compile import TILES_CHOSEN_FOR_THIS_TRITON, check
 
 pytestmark = pytest.mark.compile
@@ -37,11 +38,23 @@ CALLS: dict[str, dict[str, Any]] = {
     "h16-fp16-p16": {"h_q": 16, "dtype": "float16", "page_size": 16},
     "h64-fp16-p32-sink-causal": {"h_q": 64, "s_q": 2, "dtype": "float16", "page_size": 32, "sink": True, "causal": True},
 }  # fmt: skip
+SPARSE_CALLS: dict[str, dict[str, Any]] = {
+    "v32-h128-s2-sink": {"s_q": 2, "sink": True},
+    "v32-h20-p53-length-splits": {"h_q": 20, "page_size": 53, "length": True, "num_splits": 3},
+    "v32-padded-extra-sink": {"page_stride": 64 * 656 + 16, "extra": 100, "extra_length": True, "sink": True},
+    "model1-h64": {"cache_format": "model1_fp8", "h_q": 64, "page_size": 256},
+    "model1-h128-s2-extra-sink": {"cache_format": "model1_fp8", "s_q": 2, "page_size": 256, "extra": 512, "sink": True},
+    "model1-h16-extra-lengths": {
+        "cache_format": "model1_fp8", "h_q": 16, "extra": 512, "extra_page_size": 2, "length": True, "extra_length": True,
+    },
+}  # fmt: skip
+ALL_CALLS = (*CALLS, *SPARSE_CALLS)
 
 
 @cache
 def plan(call: str) -> Plan:
-    return hopper.plan_dense(dense_problem(**CALLS[call]), H200)
+    problem = dense_problem(**CALLS[call]) if call in CALLS else sparse_problem(**SPARSE_CALLS[call])
+    return hopper.plan_decode(problem, H200)
 
 
 @cache
@@ -55,11 +68,11 @@ def texts(call: str) -> list[tuple[int, str]]:
     return instructions(compiled(call).cubin)
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", ALL_CALLS)
 def test_resources(call):
     result = compiled(call)
     assert result.threads == 32 * result.num_warps
-    assert result.shared_memory <= hopper.shared_memory(plan(call).problem.d_qk) <= H200.shared_memory
+    assert result.shared_memory <= hopper.shared_memory(plan(call).problem) <= H200.shared_memory
     assert "wgmma.mma_async" in result.ptx
     assert "cp.async.bulk.tensor.2d" in result.ptx
 
@@ -82,7 +95,7 @@ def test_every_partition_gets_its_registers(call):
         assert sum("USETMAXREG" in text for _, text in texts(call)) == len(entries)
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", ALL_CALLS)
 def test_products_run_on_tensor_cores_side_by_side(call):
     """Both warpgroups have a loop of their own, and ptxas did not serialise what is asynchronous in it."""
     code = texts(call)
@@ -121,3 +134,25 @@ def test_little_is_spilled_around_the_loops(call):
         assert result.spill_stores <= (96 if small_pages else 0)
     else:
         assert result.spill_stores <= 192
+
+
+@pytest.mark.parametrize("call", SPARSE_CALLS)
+def test_registers_of_the_sparse_kernel(call):
+    """The gathering partition takes what the products' can spare: 120 and 192 of a thread."""
+    result = compiled(call)
+    entries = [int(n) for n in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", result.ptx)]
+    assert {sizes.GATHER_REGISTERS, sizes.GATHER_CONSUMER_REGISTERS} <= set(entries)
+    assert 2 * sizes.GATHER_CONSUMER_REGISTERS + sizes.GATHER_REGISTERS <= 504
+    assert "setmaxnreg" not in result.log
+    assert result.registers <= 168
+    # What is kept across items is spilled; in the products' loops a few words of a pair are.
+    assert result.spill_stores <= 400
+    assert max(local_accesses(call, "HGMMA")) <= 24
+
+
+@pytest.mark.parametrize("call", SPARSE_CALLS)
+def test_rows_are_loaded_by_sixteen_bytes(call):
+    """Whatever the pages: narrower loads would take four times as many instructions."""
+    loads = [text for _, text in texts(call) if "LDG.E" in text]
+    assert sum("LDG.E.128" in text for text in loads) >= 24
+    assert any("STS.128" in text for _, text in texts(call))

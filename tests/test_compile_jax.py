@@ -30,6 +30,8 @@ PORTABLE = (
 HOPPER = (
     Config("bf16", 128, sink=True),
     Config("fp16", 32, fixed=True, one_page=False, causal=True, widths=(512, 512)),
+    Config("v32_fp8", 128, sparse=True, sink=True),
+    Config("model1_fp8", 64, sparse=True, extra=True),
 )
 CONFIGS = [
     *(pytest.param(config, "triton", id=config.id) for config in PORTABLE),

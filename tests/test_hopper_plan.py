@@ -21,14 +21,14 @@ from mla_kernels.plan import refusals as portable_refusals
 from mla_kernels.problem import INT32_MAX, Problem, TensorSpec, make_problem
 from mla_kernels.schedule import num_slots, schedule_size
 from tests.arg_specs import HOPPER_FACTORS, ArgSpec, real_specs, small_specs, spec_id
-from tests.hopper_calls import H200, PAGES, attend_launch, dense_problem, interleaved, scalars_of, served
+from tests.hopper_calls import H200, PAGES, attend_launch, dense_problem, interleaved, scalars_of, served, sparse_problem
 from tests.inputs import make_inputs
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 FEW_SMS = replace(H200, name="a small Hopper", multiprocessors=3)
 
 
-def sparse_problem() -> Problem:
+def sparse_bf16_problem() -> Problem:
     q, cache = TensorSpec((4, 1, 128, 576), "bfloat16"), TensorSpec((PAGES, 64, 1, 576), "bfloat16")
     return make_problem(q, cache, indices=TensorSpec((4, 1, 512), "int32"))
 
@@ -64,7 +64,7 @@ REFUSED: dict[str, tuple[Any, Any, str, str]] = {  # call, device, argument, wha
     "A100": ({}, KNOWN_DEVICES["NVIDIA A100-SXM4-80GB"], "q", r"9\.0, NVIDIA A100-SXM4-80GB has \(8, 0\)"),
     "B200": ({}, KNOWN_DEVICES["NVIDIA B200"], "q", r"9\.0, NVIDIA B200 has \(10, 0\)"),
     "little-shared-memory": ({}, replace(H200, shared_memory=200_000), "q", "200000"),
-    "sparse": (sparse_problem, H200, "indices", "dense"),
+    "sparse-bf16": (sparse_bf16_problem, H200, "indices", "got bf16"),
     "v32_fp8": (lambda: quantised_problem(656, 576), H200, "kv_cache", "v32_fp8"),
     "model1_fp8": (lambda: quantised_problem(584, 512), H200, "kv_cache", "model1_fp8"),
     "d320": ({"d_qk": 320, "head_dim_v": 256}, H200, "q", "320 with 256"),
@@ -93,6 +93,27 @@ REFUSED: dict[str, tuple[Any, Any, str, str]] = {  # call, device, argument, wha
     "2**31-rows-of-q": ({"batch": 2**24, "h_q": 128, "width": 1}, H200, "q", "2\\*\\*31"),
 }
 
+MODEL1: dict[str, Any] = {"cache_format": "model1_fp8", "page_size": 256}
+SPARSE_SERVED: dict[str, dict[str, Any]] = {
+    **{f"{fmt}-h{h}": {"cache_format": fmt, "h_q": h} for fmt in ("v32_fp8", "model1_fp8") for h in (1, 16, 64, 100, 128)},
+    **{f"page-{n}": {"page_size": n} for n in (1, 2, 53, 64, 576)},
+    "one-index": {"topk": 1},
+    "lengths": {"length": True, "s_q": 3},
+    "extra": {**MODEL1, "extra": 512, "h_q": 64, "s_q": 2},
+    "extra-lengths": {**MODEL1, "extra": 100, "extra_page_size": 2, "length": True, "extra_length": True, "sink": True},
+    "v32-extra-splits": {"extra": 65, "num_splits": 5, "sink": True},
+    "padded-pages": {"page_stride": 64 * 656 + 16},
+    "no-pages": {"pages": 0},
+}
+SPARSE_REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "pages-at-odd-strides": ({"page_stride": 64 * 656 + 8}, "kv_cache", str(64 * 656 + 8)),
+    "q-unaligned": ({"aligned": (False, True)}, "q", "16 bytes"),
+    "cache-unaligned": ({"aligned": (True, False)}, "q", "kv_cache to start at multiples of 16 bytes"),
+    "2**31-keys": ({"topk": 2**31 - 1}, "indices", "2\\*\\*31 keys"),
+    "many-keys-in-all": ({"topk": 2**31 - 4096, "batch": 65}, "indices", "keys in all"),
+    "2**31-programs": ({"batch": 2**21, "h_q": 16, "num_splits": 2**10}, "num_splits", "2\\*\\*31 programs"),
+}
+
 
 @pytest.fixture(autouse=True)
 def switched_on(monkeypatch):
@@ -106,6 +127,30 @@ def test_served(call):
     plan = hopper.plan_dense(problem, H200)
     assert plan.implementation == "hopper"
     assert plan.problem is problem
+
+
+@pytest.mark.parametrize("call", SPARSE_SERVED.values(), ids=SPARSE_SERVED)
+def test_sparse_calls_are_served(call):
+    problem = sparse_problem(**call)
+    assert hopper.refusals(problem, H200) == ()
+    plan = hopper.plan_decode(problem, H200)
+    attend = attend_launch(plan)
+    assert (plan.implementation, attend.name) == ("hopper", "sparse_kernel")
+    tiles = -(-problem.h_q // 64)
+    items = problem.batch * problem.s_q
+    programs = items * problem.num_splits if problem.num_splits else H200.multiprocessors // tiles
+    assert attend.grid == (programs * tiles, 1, 1)
+    assert scalars_of(attend)["items"] == items
+    assert hopper.shared_memory(problem) <= H200.shared_memory
+    slots = {name for name in ("table", "extra_table") if name in attend.input_arrays}
+    assert slots == ({"table", "extra_table"} if problem.extra else {"table"})
+
+
+@pytest.mark.parametrize(("call", "argument", "words"), SPARSE_REFUSED.values(), ids=SPARSE_REFUSED)
+def test_sparse_calls_are_refused(call, argument, words):
+    reasons = hopper.refusals(sparse_problem(**call), H200)
+    assert [reason.argument for reason in reasons] == [argument]
+    assert re.search(words, reasons[0].reason), reasons[0].reason
 
 
 @pytest.mark.parametrize(("call", "facts", "argument", "words"), REFUSED.values(), ids=REFUSED)
@@ -182,10 +227,7 @@ def problem_of(spec: ArgSpec) -> Problem:
     return make_problem(**arrays, **options)
 
 
-SPECS = [spec for spec in (*real_specs(), *small_specs()) if spec.format in ("bf16", "fp16")]
-
-
-@pytest.mark.parametrize("spec", SPECS, ids=spec_id)
+@pytest.mark.parametrize("spec", (*real_specs(), *small_specs()), ids=spec_id)
 def test_shared_specs(spec):
     """The tests on a GPU choose by `served`, which needs no arrays."""
     if spec.views and not HAS_TORCH:
@@ -194,7 +236,7 @@ def test_shared_specs(spec):
 
 
 def test_many_shared_specs_are_served():
-    specs = [spec for spec in real_specs() if served(spec)]
+    specs = [spec for spec in real_specs() if served(spec) and not spec.sparse]
     for name, values in HOPPER_FACTORS.items():
         if name not in ("addressing", "widths"):
             assert {getattr(spec, name) for spec in specs} >= set(values), name
@@ -290,7 +332,7 @@ def test_fixed_splits(num_splits):
 
 @pytest.mark.parametrize("d_qk", [512, 576])
 def test_shared_memory_fits_a_hopper(d_qk):
-    assert hopper.shared_memory(d_qk) <= H200.shared_memory
+    assert hopper.shared_memory(dense_problem(d_qk=d_qk)) <= H200.shared_memory
 
 
 def test_results_are_those_of_the_portable_plan():

@@ -15,6 +15,8 @@ CALLS = (  # implementation, cache format, indices, extra indices, heads
     ("triton", "model1_fp8", 100, 70, 64),
     ("hopper", "bf16", 0, 0, 16),
     ("hopper", "bf16", 0, 0, 128),
+    ("hopper", "v32_fp8", 200, 0, 128),
+    ("hopper", "model1_fp8", 100, 70, 64),
 )
 
 

@@ -1,5 +1,7 @@
 """Runs Gluon functions that compute with numbers and vectors, on numpy: Triton's interpreter takes no Gluon.
 
+So do the plain Triton functions that they call.
+
 Numbers keep the widths that they have on the GPU, so that what overflows there overflows here.
 """
 
@@ -9,7 +11,7 @@ from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
-from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.runtime import KernelInterface
 
 
 class Tensor(np.ndarray):
@@ -66,7 +68,8 @@ def _scan(x: Tensor, axis: int, combine: Any) -> Tensor:
     return tensor(np.cumsum(x, axis=axis, dtype=x.dtype), x.dtype)
 
 
-GL = SimpleNamespace(
+# Stands for both languages: what they share has the same names.
+LANGUAGE = SimpleNamespace(
     int32=np.int32,
     BlockedLayout=lambda *_: None,
     to_tensor=tensor,
@@ -83,10 +86,18 @@ GL = SimpleNamespace(
 )
 
 
+def _on_numpy(names: dict[str, Any], made: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    """The names of a module, its functions on numpy; `made` are those of the modules begun so far."""
+    if id(names) not in made:
+        made[id(names)] = {**names, "gl": LANGUAGE, "tl": LANGUAGE}
+        for name, value in names.items():
+            if isinstance(value, KernelInterface):  # compiled or interpreted, Gluon or not
+                function = value.fn
+                of_its_module = _on_numpy(function.__globals__, made)
+                made[id(names)][name] = FunctionType(function.__code__, of_its_module, name, function.__defaults__)
+    return made[id(names)]
+
+
 def on_numpy(module: ModuleType) -> SimpleNamespace:
-    """The Gluon functions of a module as Python functions of `tensor`s and `Pointer`s; constexprs are plain values."""
-    names = {**vars(module), "gl": GL}
-    functions = {name: value.fn for name, value in vars(module).items() if isinstance(value, GluonJITFunction)}
-    for name, function in functions.items():
-        names[name] = FunctionType(function.__code__, names, name, function.__defaults__)
-    return SimpleNamespace(**{name: names[name] for name in functions})
+    """The functions of a module as Python functions of `tensor`s and `Pointer`s; constexprs are plain values."""
+    return SimpleNamespace(**_on_numpy(vars(module), {}))

@@ -1,8 +1,8 @@
-"""A model of how the partitions of the kernel in `mla_kernels.hopper` wait for each other, run in random orders.
+"""A model of how the partitions of the kernels in `mla_kernels.hopper` wait for each other, run in random orders.
 
-A partition is a generator, a barrier counts as the hardware's does, and what TMA fetches arrives whenever it likes.  Each
-buffer knows what lies in it and who is reading or writing it, so that an access that could meet another one, or that finds
-something else than it should, is an error in some order.
+A partition is a generator, a barrier counts as the hardware's does, and what is copied asynchronously arrives whenever it
+likes.  Each buffer knows what lies in it and who is reading or writing it, so that an access that could meet another one, or
+that finds something else than it should, is an error in some order.
 """
 
 import importlib
@@ -19,11 +19,15 @@ from mla_kernels import hopper
 
 # What a partition waits for and signals, in the order of the source: the model below says the same.
 SOURCE = {
-    "_fetch_queries": "wait q_empty, expect q_full",
+    "fetch_queries": "wait q_empty, expect q_full",
     "_fetch_keys": "wait empty[TILE_INDEX], expect barrier",
-    "_consumer": "wait q_full, wait full[3 * OWN], wait full[1 + OWN], wait p_full[0], arrive p_full[OWN], arrive empty[1], "
+    "_fill_block": "wait empty[FIRST], wait empty[SECOND], arrive full[FIRST], wait empty[SECOND], wait_copies 0, "
+    "arrive full[SECOND]",
+    "consumer": "wait q_full, wait full[3 * OWN], wait full[1 + OWN], wait p_full[0], arrive p_full[OWN], arrive empty[1], "
     "arrive empty[3 * OWN], wait p_full[1], arrive empty[2], arrive total_full[OWN], wait total_full[OTHER], arrive q_empty",
 }
+KERNELS = {False: "dense", True: "sparse"}
+ROPE = {False: "no-rope", True: "rope"}
 ITEMS = ([1], [0], [7], [0, 0, 0], [1, 1, 1, 1], [2, 0, 3], [0, 5, 1], [3, 2, 0, 0, 1, 4])
 
 
@@ -74,16 +78,20 @@ Step = tuple[str, Barrier, int] | None  # a wait under its name, or a point wher
 
 
 class Model:
-    """`items` are numbers of pairs; `without` names a wait that is left out."""
+    """The dense kernel, or the sparse one.  `items` are numbers of pairs; `without` names a wait that is left out."""
 
-    def __init__(self, items: list[int], has_rope: bool, seed: int, without: str | None = None):
-        self.items, self.has_rope, self.without = items, has_rope, without
+    def __init__(self, items: list[int], sparse: bool, has_rope: bool, seed: int, without: str | None = None):
+        self.items, self.sparse, self.has_rope, self.without = items, sparse, has_rope, without
         self.random = random.Random(seed)
         self.q_full, self.q_empty = Barrier(1), Barrier(2)
         self.full, self.empty, self.p_full, self.total_full = ([Barrier(1) for _ in range(n)] for n in (4, 4, 2, 2))
+        self.copies = Barrier(1)  # stands for the copies of RoPE parts, which their own thread waits for
         self.q, self.k, self.rope, self.top, self.total = ([Buffer() for _ in range(n)] for n in (2, 4, 2, 2, 2))
-        self.p, self.q_rope = Buffer(), Buffer()
-        self.actors = {"producer": self.producer(), "consumer 0": self.consumer(0), "consumer 1": self.consumer(1)}
+        self.valid = [Buffer() for _ in range(2)]
+        self.q_rope = Buffer()
+        self.p = [Buffer(), self.rope[1] if sparse and has_rope else self.q_rope]
+        producer = self.gather() if sparse else self.producer()
+        self.actors = {"producer": producer, "consumer 0": self.consumer(0), "consumer 1": self.consumer(1)}
 
     def run(self) -> None:
         waiting: dict[str, Step] = dict.fromkeys(self.actors)
@@ -98,11 +106,11 @@ class Model:
             except StopIteration:
                 del self.actors[name]
                 waiting.pop(name, None)
-        for barrier in (self.q_full, self.q_empty, *self.full, *self.empty, *self.p_full, *self.total_full):
+        for barrier in (self.q_full, self.q_empty, self.copies, *self.full, *self.empty, *self.p_full, *self.total_full):
             assert barrier.missing == barrier.count and not barrier.fetches
 
     def fetch(self, barrier: Barrier, content: object, buffers: list[Buffer]) -> None:
-        """Announces the bytes of some tiles; each may be written from now on, and is there at some time of its own."""
+        """Begins to copy some tiles; each may be written from now on, and is there at some time of its own."""
 
         def transfer(buffer: Buffer) -> Iterator[Step]:
             yield None
@@ -129,6 +137,37 @@ class Model:
                         rope = [self.rope[block]] if self.has_rope and turn == 0 else []
                         self.fetch(self.full[tile], pairs_done, [self.k[tile], *rope])
                 pairs_done += 1
+
+    def gather(self) -> Iterator[Step]:
+        pairs_done = 0
+        for item, pairs in enumerate(self.items):
+            if pairs == 0:
+                yield from self.fetch_queries(item)
+            for pair in range(pairs):
+                yield from self.fill_block(0, pairs_done)
+                if pair == 0:
+                    yield from self.fetch_queries(item)
+                yield from self.fill_block(1, pairs_done)
+                pairs_done += 1
+
+    def fill_block(self, block: int, t: int) -> Iterator[Step]:
+        first, second, parity = 3 * block, 1 + block, (t & 1) ^ 1
+        second_is_empty = f"empty {second}", self.empty[second], parity
+        waits_early = self.has_rope and block == 1  # over the RoPE part of block 1 lies P1
+        yield f"empty {first}", self.empty[first], parity
+        if waits_early:
+            yield second_is_empty
+        if self.has_rope:
+            self.fetch(self.copies, t, [self.rope[block]])
+        yield from self.write(self.valid[block], t)
+        yield from self.write(self.k[first], t)
+        self.full[first].arrive()
+        if not waits_early:
+            yield second_is_empty
+        yield from self.write(self.k[second], t)
+        if self.has_rope:
+            yield "copies", self.copies, block  # of every pair there are two
+        self.full[second].arrive()
 
     def fetch_queries(self, item: int) -> Iterator[Step]:
         yield "q_empty", self.q_empty, (item & 1) ^ 1
@@ -157,27 +196,34 @@ class Model:
 
     def consumer(self, own: int) -> Iterator[Step]:
         other, t = 1 - own, 0  # t: pairs done
-        p = self.q_rope if own else self.p
         for item, pairs in enumerate(self.items):
             yield "q_full", self.q_full, item & 1
-            if self.has_rope:
+            if self.has_rope and not self.sparse:
                 yield from self.read((self.q_rope, ("q", item)))
             for _ in range(pairs):
                 yield "own half", self.full[3 * own], t & 1
-                first = [(self.q[own], ("q", item)), (self.k[3 * own], t)] + [(self.rope[own], t)] * self.has_rope
+                first = [(self.q[own], ("q", item)), (self.k[3 * own], t)]
+                second = [(self.q[other], ("q", item)), (self.k[1 + own], t)]
+                if self.has_rope and self.sparse:
+                    second += [(self.q_rope, ("q", item)), (self.rope[own], t)]
+                elif self.has_rope:
+                    first += [(self.rope[own], t)]
                 self.begin_reads(first)
                 yield "other half", self.full[1 + own], t & 1
-                yield from self.read((self.q[other], ("q", item)), (self.k[1 + own], t))
+                yield from self.read(*second)
                 self.end_reads(first)
-                for tile in (2 * own, 2 * own + 1):  # rows behind the last key are cleared
-                    yield from self.write(self.k[tile], t)
+                if self.sparse:
+                    yield from self.read((self.valid[own], t))
+                else:
+                    for tile in (2 * own, 2 * own + 1):  # rows behind the last key are cleared
+                        yield from self.write(self.k[tile], t)
                 if own == 1:
                     yield "P0", self.p_full[0], t & 1
                     yield from self.read((self.top[0], t))
-                    product = [(self.p, ("P", 0, t)), (self.k[1], t)]
+                    product = [(self.p[0], ("P", 0, t)), (self.k[1], t)]
                     self.begin_reads(product)
                 yield from self.write(self.top[own], t)
-                yield from self.write(p, ("P", own, t))
+                yield from self.write(self.p[own], ("P", own, t))
                 self.p_full[own].arrive()
                 if own == 1:
                     yield None
@@ -188,7 +234,7 @@ class Model:
                 if own == 0:
                     yield "P1", self.p_full[1], t & 1
                     yield from self.read((self.top[1], t))
-                    yield from self.read((self.q_rope, ("P", 1, t)), (self.k[2], t))
+                    yield from self.read((self.p[1], ("P", 1, t)), (self.k[2], t))
                     self.empty[2].arrive()
                 t += 1
             yield from self.write(self.total[own], item)
@@ -204,30 +250,42 @@ def calls_in_source() -> dict[str, str]:
     for module in pkgutil.iter_modules(hopper.__path__):
         for name, value in vars(importlib.import_module(f"{hopper.__name__}.{module.name}")).items():
             if isinstance(value, GluonJITFunction):
-                calls = re.findall(r"mbarrier\.(wait|arrive|expect)\(([\w \[\]*+]+)", inspect.getsource(value.fn))
+                pattern = r"\b(?:mbarrier\.)?(wait|arrive|expect|wait_copies)\(([\w \[\]*+]+)"
+                calls = re.findall(pattern, inspect.getsource(value.fn))
                 found[name] = ", ".join(f"{what} {barrier}" for what, barrier in calls)
     return {name: calls for name, calls in found.items() if calls}
 
 
-def test_the_model_is_of_this_kernel():
+def test_the_model_is_of_these_kernels():
     """A change of who waits for whom belongs into the model first."""
     assert calls_in_source() == SOURCE
 
 
-@pytest.mark.parametrize("has_rope", [True, False], ids=["rope", "no-rope"])
+@pytest.mark.parametrize("has_rope", [True, False], ids=ROPE.get)
+@pytest.mark.parametrize("sparse", [False, True], ids=KERNELS.get)
 @pytest.mark.parametrize("items", ITEMS, ids=str)
-def test_no_order_is_wrong(items, has_rope):
+def test_no_order_is_wrong(items, sparse, has_rope):
     for seed in range(150):
-        Model(items, has_rope, seed).run()
+        Model(items, sparse, has_rope, seed).run()
 
 
-def run_many(without: str) -> None:
+def run_many(sparse: bool, has_rope: bool, without: str) -> None:
     for seed in range(300):
-        Model(ITEMS[seed % len(ITEMS)], True, seed, without).run()
+        Model(ITEMS[seed % len(ITEMS)], sparse, has_rope, seed, without).run()
 
 
-@pytest.mark.parametrize("wait", ["empty", "q_empty", "q_full", "own half", "other half", "P0", "P1", "total"])
-def test_no_wait_can_be_left_out(wait):
+COMMON_WAITS = ["q_empty", "q_full", "own half", "other half", "P0", "P1", "total"]
+WAITS = [(False, True, wait) for wait in ["empty", *COMMON_WAITS]]
+WAITS += [(True, has_rope, f"empty {tile}") for has_rope in (True, False) for tile in range(4)]
+WAITS += [(True, has_rope, wait) for has_rope in (True, False) for wait in COMMON_WAITS]
+WAITS += [(True, True, "copies")]
+
+
+@pytest.mark.parametrize(
+    ("sparse", "has_rope", "wait"),
+    [pytest.param(*case, id=f"{KERNELS[case[0]]}-{ROPE[case[1]]}-{case[2]}") for case in WAITS],
+)
+def test_no_wait_can_be_left_out(sparse, has_rope, wait):
     """Which also shows that the model finds what is wrong."""
     with pytest.raises(AssertionError, match=r"^(found|read|written|arrived|a deadlock)"):
-        run_many(wait)
+        run_many(sparse, has_rope, wait)

@@ -6,13 +6,16 @@ That of the portable plan is made by a kernel, which is interpreted; that of the
 import heapq
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 
 from mla_kernels.device import DeviceFacts
+from mla_kernels.formats import V32_FP8
 from mla_kernels.hopper import schedule as hopper_schedule
-from mla_kernels.hopper.plan import plan_dense, refusals
+from mla_kernels.hopper.dense import dense_kernel
+from mla_kernels.hopper.plan import plan_dense, plan_sparse, refusals
 from mla_kernels.plan import plan_decode
 from mla_kernels.problem import TensorSpec, make_problem
 from mla_kernels.schedule import WORK_FIELDS, num_slots, schedule_kernel, schedule_size
@@ -25,6 +28,7 @@ pytestmark = INTERPRET
 FIELDS = WORK_FIELDS.value
 GUARD = 0x7F7F7F7F
 PAGES, PAGE_SIZE = 4096, 64
+HOPPER = on_numpy(hopper_schedule)
 
 
 @dataclass
@@ -72,16 +76,30 @@ class Schedule:
         return max(workers)
 
 
-def plan_of(items, programs, *, s_q=0, topk=0, extra_topk=0, has_length=True, pages=PAGES, plan=plan_decode):
+def plan_of(
+    items,
+    programs,
+    *,
+    s_q=0,
+    topk=0,
+    extra_topk=0,
+    has_length=True,
+    has_extra_length=True,
+    pages=PAGES,
+    num_splits=None,
+    plan=plan_decode,
+):
     """A plan of 16 heads for a device of `programs` multiprocessors: dense, or sparse with `s_q` queries a request.
 
     That of the portable kernels launches a program for every item at least, that of the Hopper path no more than `programs`.
     """
-    cache = TensorSpec((PAGES, PAGE_SIZE, 1, 576), "bfloat16")
+    row, dtype = (V32_FP8.token_bytes, V32_FP8.dtype) if plan is plan_sparse else (576, "bfloat16")
+    cache = TensorSpec((PAGES, PAGE_SIZE, 1, row), dtype)
     facts = DeviceFacts("a device", (9, 0), programs, 232_448)
     if not s_q:
         q = TensorSpec((items, 1, 16, 576), "bfloat16")
-        problem = make_problem(q, cache, TensorSpec((items, pages), "int32"), TensorSpec((items,), "int32"))
+        table, lengths = TensorSpec((items, pages), "int32"), TensorSpec((items,), "int32")
+        problem = make_problem(q, cache, table, lengths, num_splits=num_splits)
     else:
         batch = items // s_q
         more = {}
@@ -89,30 +107,56 @@ def plan_of(items, programs, *, s_q=0, topk=0, extra_topk=0, has_length=True, pa
             more = {
                 "extra_kv_cache": cache,
                 "extra_indices": TensorSpec((batch, s_q, extra_topk), "int32"),
-                "extra_topk_length": TensorSpec((batch,), "int32"),
+                "extra_topk_length": TensorSpec((batch,), "int32") if has_extra_length else None,
             }
         problem = make_problem(
             TensorSpec((batch, s_q, 16, 576), "bfloat16"),
             cache,
             indices=TensorSpec((batch, s_q, topk), "int32"),
             topk_length=TensorSpec((batch,), "int32") if has_length else None,
+            num_splits=num_splits,
             **more,
         )
     return plan(problem, facts)
 
 
-def stretches(step, lengths, raw) -> list[tuple[int, ...]]:
-    """What each program of the Hopper kernel makes for itself; the first one writes the list of split items to `raw`."""
+def stretches(step, lengths, extra_lengths, raw=None) -> list[tuple[int, ...]]:
+    """What each program of a Hopper kernel makes for itself; the first one writes the list of split items to `raw`."""
     of_call, constants = scalars_of(step), step.constexprs
-    programs = of_call["programs"]
+    if step.kernel is dense_kernel:
+        extra_tokens, scopes = 0, (1, True, False, False)
+    else:
+        names = ("S_Q", "HAS_LENGTH", "HAS_EXTRA", "HAS_EXTRA_LENGTH")
+        extra_tokens, scopes = of_call["extra_tokens"], tuple(constants[name] for name in names)
+    _, has_length, _, has_extra_length = scopes
+    # Where there are no lengths, there is nothing to read.
+    lengths = Pointer(lengths if has_length else lengths[:0])
+    extra_lengths = Pointer(extra_lengths if has_extra_length else extra_lengths[:0])
+    of_lengths = (lengths, extra_lengths, of_call["max_tokens"], extra_tokens)
+    programs, unit = of_call["programs"], constants["UNIT"]
     made = []
     for program in range(programs):
-        fields = on_numpy(hopper_schedule).stretch(
-            tensor(program), Pointer(lengths), of_call["items"], programs, of_call["max_tokens"], Pointer(raw), program == 0,
-            constants["UNIT"], constants["FIXED_COST"], constants["SPLIT_COST"], constants["ITEM_CHUNK"],
-        )  # fmt: skip
+        if constants["FIXED_SPLITS"]:
+            fields = HOPPER.fixed_stretch(tensor(program), of_call["num_splits"], *of_lengths, *scopes, unit)
+        else:
+            fields = HOPPER.stretch(
+                tensor(program), of_call["items"], programs, *of_lengths, Pointer(raw), program == 0,
+                *scopes, unit, constants["FIXED_COST"], constants["SPLIT_COST"], constants["ITEM_CHUNK"],
+            )  # fmt: skip
         made.append(tuple(int(field) for field in fields))
     return made
+
+
+def units_of(problem, unit, lengths, extra_lengths) -> np.ndarray:
+    """Units of each item."""
+    counts = [np.clip(lengths.astype(np.int64), 0, problem.max_tokens)]
+    if not problem.has_length:
+        counts = [np.full_like(counts[0], problem.max_tokens)]
+    if problem.extra is not None:
+        extra = np.clip(extra_lengths.astype(np.int64), 0, problem.extra_width)
+        counts.append(extra if problem.has_extra_length else np.full_like(extra, problem.extra_width))
+    units = np.maximum(sum(-(-count // unit) for count in counts), 1)
+    return np.repeat(units, problem.s_q) if problem.sparse else units
 
 
 def run(plan, lengths, extra_lengths=None) -> Schedule:
@@ -123,15 +167,7 @@ def run(plan, lengths, extra_lengths=None) -> Schedule:
     raw = memory.array(plan.buffers["schedule"].shape, "int32")
     lengths = np.asarray(lengths, np.int32)
     extra = lengths if extra_lengths is None else np.asarray(extra_lengths, np.int32)
-    unit = constants["UNIT"]
-    counts = [np.clip(lengths.astype(np.int64), 0, problem.max_tokens)]
-    if not problem.has_length:
-        counts = [np.full_like(counts[0], problem.max_tokens)]
-    if problem.extra is not None:
-        counts.append(np.clip(extra.astype(np.int64), 0, problem.extra_width))
-    units = np.maximum(sum(-(-count // unit) for count in counts), 1)
-    if problem.sparse:
-        units = np.repeat(units, problem.s_q)
+    units = units_of(problem, constants["UNIT"], lengths, extra)
     items = len(units)
 
     if step.kernel is schedule_kernel:
@@ -141,7 +177,7 @@ def run(plan, lengths, extra_lengths=None) -> Schedule:
     else:
         launched, listed = programs, 0
         assert step.grid == (programs, 1, 1)  # 16 heads are one tile
-        work = stretches(step, lengths, raw)
+        work = stretches(step, lengths, extra, raw)
     memory.assert_guards_hold()
     assert raw.size == schedule_size(programs, listed, items)
     pieces = []
@@ -227,6 +263,29 @@ def draw_lengths(rng: np.random.Generator, batch: int, most: int) -> np.ndarray:
     return lengths.astype(np.int32)
 
 
+@dataclass
+class Selection:
+    """Queries with indices: arguments of `plan_of`, and lengths of the requests."""
+
+    items: int
+    options: dict[str, Any]
+    lengths: np.ndarray
+    extra_lengths: np.ndarray | None
+
+
+def draw_selection(rng: np.random.Generator, most_requests: int) -> Selection:
+    """With an extra scope or without one, each with lengths or without."""
+    batch, s_q, topk = int(rng.integers(1, most_requests)), int(rng.integers(1, 4)), int(rng.integers(1, 2049))
+    extra = int(rng.integers(1, 1025)) if rng.integers(2) else 0
+    has_length, has_extra_length = (bool(draw) for draw in rng.integers(2, size=2))
+    return Selection(
+        batch * s_q,
+        {"s_q": s_q, "topk": topk, "extra_topk": extra, "has_length": has_length, "has_extra_length": has_extra_length},
+        draw_lengths(rng, batch, topk),
+        draw_lengths(rng, batch, extra) if extra else None,
+    )
+
+
 both_plans = pytest.mark.parametrize(
     "plan", [pytest.param(plan_decode, id="program-per-item"), pytest.param(plan_dense, id="persistent")]
 )
@@ -277,14 +336,72 @@ def test_one_item_too_many_is_split(programs):
 
 
 @pytest.mark.parametrize("programs", [1, 6, 66, 132])
-def test_queries_with_indices_and_an_extra_scope(programs):
+@pytest.mark.parametrize("plan", [pytest.param(plan_decode, id="program-per-item"), pytest.param(plan_sparse, id="persistent")])
+def test_queries_with_indices_and_an_extra_scope(programs, plan):
     rng = np.random.default_rng(programs)
     for _ in range(40):
-        batch, s_q, topk = int(rng.integers(1, 40)), int(rng.integers(1, 4)), int(rng.integers(1, 2049))
-        extra = int(rng.integers(1, 1025)) if rng.integers(2) else 0
-        has_length = bool(rng.integers(2)) or not extra
-        plan = plan_of(batch * s_q, programs, s_q=s_q, topk=topk, extra_topk=extra, has_length=has_length)
-        assert_valid(run(plan, draw_lengths(rng, batch, topk), draw_lengths(rng, batch, extra) if extra else None))
+        case = draw_selection(rng, most_requests=40)
+        if plan is plan_decode and not case.options["has_length"]:  # without any lengths it makes no schedule
+            case.options["has_extra_length"] = True
+            case.options["has_length"] = not case.options["extra_topk"]
+        made = plan_of(case.items, programs, **case.options, plan=plan)
+        assert plan is plan_decode or not refusals(made.problem, made.facts)
+        assert_valid(run(made, case.lengths, case.extra_lengths))
+
+
+@pytest.mark.parametrize("programs", [6, 132])
+def test_the_sparse_hopper_plan_without_lengths(programs):
+    """Every query has the same keys: whole where they fill the card evenly, split where there are too few."""
+    for topk, extra_topk in ((2048, 0), (1, 0), (128, 1024)):
+        options = {"s_q": 2, "topk": topk, "extra_topk": extra_topk, "has_length": False, "has_extra_length": False}
+        for items in (2, programs, 2 * programs, 2 * programs + 2):
+            schedule = run(plan_of(items, programs, **options, plan=plan_sparse), np.full(items // 2, GUARD))
+            assert (schedule.units == sum(-(-keys // 128) for keys in (topk, extra_topk))).all()
+            assert schedule.whole or items % programs
+            assert_valid(schedule)
+    schedule = run(plan_of(2, programs, s_q=2, topk=2048, has_length=False, plan=plan_sparse), np.full(1, GUARD))
+    assert [item for item, _, _ in schedule.splits] == [0, 1]
+    assert min(pieces for _, _, pieces in schedule.splits) >= min(programs // 2, 16)
+
+
+def assert_fixed(plan, lengths, extra_lengths=None) -> None:
+    """Every item in exactly `num_splits` ranges of as many units; the last of them may have fewer, or none."""
+    step, problem = plan.launches[0], plan.problem
+    extra = lengths if extra_lengths is None else extra_lengths
+    work = stretches(step, lengths, extra)
+    splits, units = problem.num_splits, units_of(problem, step.constexprs["UNIT"], lengths, extra)
+    assert len(work) == step.grid[0] == splits * len(units)
+    for item, count in enumerate(units.tolist()):
+        programs = range(item * splits, (item + 1) * splits)
+        ranges = []
+        for program in programs:
+            first, last, lo, hi, first_slot, last_slot = work[program]
+            assert first == last == item
+            assert first_slot == last_slot == (program if splits > 1 else -1)
+            ranges.append((lo, hi))
+        assert [lo for lo, _ in ranges] == [0, *(hi for _, hi in ranges[:-1])]
+        assert ranges[-1][1] == count
+        sizes = [hi - lo for lo, hi in ranges]
+        each = -(-count // splits)
+        full = count // each
+        assert sizes[:full] == [each] * full
+        assert sum(sizes[full : full + 1]) == count - full * each
+        assert not any(sizes[full + 1 :])
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 3, 7, 64])
+def test_a_fixed_number_of_splits(num_splits):
+    """The Hopper kernels divide an item into pages, or into indices."""
+    rng = np.random.default_rng(num_splits)
+    for _ in range(10):
+        batch = int(rng.integers(1, 12))
+        plan = plan_of(batch, 132, num_splits=num_splits, plan=plan_dense)
+        assert plan.launches[0].constexprs["UNIT"] == PAGE_SIZE
+        assert_fixed(plan, draw_lengths(rng, batch, PAGES * PAGE_SIZE))
+        case = draw_selection(rng, most_requests=6)
+        plan = plan_of(case.items, 132, **case.options, num_splits=num_splits, plan=plan_sparse)
+        assert plan.launches[0].constexprs["UNIT"] == 1
+        assert_fixed(plan, case.lengths, case.extra_lengths)
 
 
 @pytest.mark.parametrize("programs", [6, 132])
@@ -338,10 +455,13 @@ def test_seventy_thousand_requests(kind, programs, plan):
 
 @pytest.mark.parametrize("programs", [1, 2, 7, 132])
 @pytest.mark.parametrize("lengths", ["longest", "one long", "ragged"])
-def test_the_longest_line_of_the_hopper_path(programs, lengths):
+@pytest.mark.parametrize("plan", [plan_dense, plan_sparse], ids=["dense", "sparse"])
+def test_the_longest_line_of_the_hopper_path(programs, lengths, plan):
     """It counts in 32 bits, and refuses what could be too long for them."""
-    pages = 2**31 // PAGE_SIZE - 64
-    plans = [plan_of(batch, programs, pages=pages, plan=plan_dense) for batch in (63, 65)]
+    table = {"pages": 2**31 // PAGE_SIZE - 64}
+    if plan is plan_sparse:
+        table = {"s_q": 1, "topk": 2**30, "extra_topk": 2**30 - 4096}
+    plans = [plan_of(items, programs, **table, plan=plan) for items in (63, 65)]
     assert [bool(refusals(plan.problem, plan.facts)) for plan in plans] == [False, True]
     many = np.full(63, 2**31 - 1)
     if lengths == "one long":

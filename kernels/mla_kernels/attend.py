@@ -154,9 +154,10 @@ def attend_kernel(
         )  # fmt: skip
         units = item_units(length, extra_length, UNIT)
         if FIXED_SPLITS:
-            per_split = (units + num_splits - 1) // num_splits
-            lo_unit = tl.minimum(program % num_splits * per_split, units)
-            hi_unit = tl.minimum(lo_unit + per_split, units)
+            # The ends of the ranges can lie beyond 32 bits, before they are cut to the item.
+            per_split = (units.to(tl.int64) + (num_splits - 1)) // num_splits
+            lo_unit = tl.minimum(program % num_splits * per_split, units).to(tl.int32)
+            hi_unit = tl.minimum(lo_unit + per_split, units).to(tl.int32)
         else:
             lo_unit = tl.load(work + 2, mask=item == tl.load(work), other=0)
             hi_unit = tl.load(work + 3, mask=item == tl.load(work + 1), other=INT32_MAX)

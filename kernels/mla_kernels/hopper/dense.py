@@ -74,7 +74,9 @@ def dense_kernel(
         last_slot, 1, True, False, False, UNIT,
     )  # fmt: skip
     scale_log2 = gl.load(scale_ptr) * LOG2E
-    buffers = new_buffers(q_desc.dtype, q_desc.layout, False)
+    DTYPE: gl.constexpr = q_desc.dtype
+    LAYOUT: gl.constexpr = q_desc.layout
+    buffers = new_buffers(DTYPE, LAYOUT, False)
     barriers = new_barriers()
     gl.warp_specialize(
         [

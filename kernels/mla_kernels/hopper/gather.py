@@ -1,7 +1,7 @@
 """The partition of the sparse kernel that fetches: four warps, which gather fp8 rows by index and dequantise them.
 
 A block is loaded into registers as a whole, as soon as the one before it has left them: the more loads are under way at
-once, the less each costs.
+once, the less each costs.  Rows are fetched into the second-level cache a pair of blocks earlier.
 """
 
 # Without `from __future__ import annotations`: an aggregate looks at the annotations of its fields.
@@ -14,26 +14,25 @@ from .gluon_names import aggregate, commit_copies, copy_async, reinterpret, wait
 from .parts import BLOCK, HALF, PANEL, ROPE, pairs_of
 from .producer import fetch_queries
 
-# Lanes: four read 64 bytes of a row, which become a row of a panel in shared memory.  Eight, which write at once, have two
-# rows, whose swizzles differ in the lowest bit: so they write to all banks.
+# Lanes: eight, which are served at once, read 128 bytes of a row.
 _ROWS_OF_WARPS = [[4, 0], [8, 0]]
 WORDS_64 = gl.constexpr(
     gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 32], [16, 0], [32, 0]], [[0, 4], [0, 8], [1, 0], [0, 16], [2, 0]], _ROWS_OF_WARPS, [], [64, 64]
+        [[0, 1], [0, 2], [0, 32], [16, 0], [32, 0]], [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]], _ROWS_OF_WARPS, [], [64, 64]
     )
 )
 WORDS_32 = gl.constexpr(
     gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [16, 0], [32, 0]], [[0, 4], [0, 8], [1, 0], [0, 16], [2, 0]], _ROWS_OF_WARPS, [], [64, 32]
+        [[0, 1], [0, 2], [16, 0], [32, 0]], [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]], _ROWS_OF_WARPS, [], [64, 32]
     )
 )
 WORDS_16 = gl.constexpr(
     gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [32, 0]], [[0, 4], [0, 8], [1, 0], [16, 0], [2, 0]], _ROWS_OF_WARPS, [], [64, 16]
+        [[0, 1], [0, 2], [32, 0]], [[0, 4], [0, 8], [16, 0], [1, 0], [2, 0]], _ROWS_OF_WARPS, [], [64, 16]
     )
 )
 # The scales of a row, in each of its lanes.
-_LANES_OF_ROWS = [[0, 0], [0, 0], [1, 0], [0, 0], [2, 0]]
+_LANES_OF_ROWS = [[0, 0], [0, 0], [0, 0], [1, 0], [2, 0]]
 SCALES_4 = gl.constexpr(
     gl.DistributedLinearLayout([[0, 1], [0, 2], [16, 0], [32, 0]], _LANES_OF_ROWS, _ROWS_OF_WARPS, [], [64, 4])
 )
@@ -41,6 +40,7 @@ SCALES_2 = gl.constexpr(gl.DistributedLinearLayout([[0, 1], [16, 0], [32, 0]], _
 ROWS_64 = gl.constexpr(gl.SliceLayout(1, WORDS_64.value))
 ROWS_32 = gl.constexpr(gl.SliceLayout(1, WORDS_32.value))
 ROWS_16 = gl.constexpr(gl.SliceLayout(1, WORDS_16.value))
+PAIR = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # a key in each thread
 WORD_TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
 
 
@@ -112,8 +112,8 @@ class Selection:
         return pair >= pairs_of(self.hi - self.lo)
 
     @gluon.jit
-    def load_indices(self, pair, WHICH: gl.constexpr, LAYOUT: gl.constexpr):
-        """The indices of a block, -1 behind the end."""
+    def load_indices(self, pair, WHICH: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
+        """`COUNT` indices, from those of a block on; -1 behind the end."""
         start = self.lo + pair * (2 * BLOCK)
         end = self.hi
         indices = self.indices
@@ -123,7 +123,7 @@ class Selection:
             start = gl.where(extra, extra_start, start)
             end = gl.where(extra, self.extra_hi, end)
             indices = gl.where(extra, self.extra_indices, indices)
-        t = start + WHICH * BLOCK + gl.arange(0, BLOCK, layout=LAYOUT)
+        t = start + WHICH * BLOCK + gl.arange(0, COUNT, layout=LAYOUT)
         return gl.load(indices + t, mask=t < end, other=-1)
 
     @gluon.jit
@@ -195,7 +195,7 @@ def _load_block(keys, pair, slot, E8M0: gl.constexpr, ROPE_WORD: gl.constexpr):
         )
     else:
         right = _load_words(rows, slot, 64, 64, WORDS_64)
-        block = (left, right, _load_scales(scales, slot, 4, SCALES_4))  # type: ignore[assignment]  # one is compiled
+        block = (left, right, _load_scales(scales, slot, 4, SCALES_4))
     return block
 
 
@@ -270,9 +270,33 @@ def _fill_block(
 
 
 @gluon.jit
+def _prefetch(keys, pair, index, tile, E8M0: gl.constexpr, TILES: gl.constexpr):
+    """Begins to fetch the rows of a pair into the second-level cache; the first two head tiles have one half each."""
+    slot = keys.slots(pair, index)
+    wanted = slot >= 0
+    if TILES > 1:
+        wanted = wanted & ((gl.arange(0, 2 * BLOCK, layout=PAIR) & 1) == tile)
+    rows = keys.rows(pair, slot)
+    if E8M0:
+        gl.inline_asm_elementwise(
+            "{ .reg .pred wanted; setp.ne.b32 wanted, $3, 0; mov.b32 $0, 0; @wanted prefetch.global.L2 [$2];"
+            " @wanted cp.async.bulk.prefetch.L2.global [$1], 576; }", "=r,l,l,r",
+            [rows.to(gl.int64), keys.scales(pair, slot, rows).to(gl.int64), wanted.to(gl.int32)],
+            dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        gl.inline_asm_elementwise(
+            "{ .reg .pred wanted; setp.ne.b32 wanted, $2, 0; mov.b32 $0, 0;"
+            " @wanted cp.async.bulk.prefetch.L2.global [$1], 656; }", "=r,l,r",
+            [rows.to(gl.int64), wanted.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@gluon.jit
 def gather(
     work, buffers, barriers, q_desc, cache, extra, indices_ptr, extra_indices_ptr, stride_b, stride_s, extra_stride_b,
-    extra_stride_s, ROWS: gl.constexpr, HAS_ROPE: gl.constexpr, E8M0: gl.constexpr, ROPE_WORD: gl.constexpr,
+    extra_stride_s, ROWS: gl.constexpr, ROW_TILES: gl.constexpr, HAS_ROPE: gl.constexpr, E8M0: gl.constexpr,
+    ROPE_WORD: gl.constexpr,
 ):  # fmt: skip
     """Fetches the queries of every item, and gathers and dequantises the keys of every pair."""
     q_full, q_empty, full, empty, _p_full, _total_full = barriers
@@ -289,16 +313,18 @@ def gather(
         pairs = keys.pairs()
         if pairs == 0:
             fetch_queries(work, buffers, q_full, q_empty, q_desc, item, ROWS, HAS_ROPE)
-        slot = keys.slots(0, keys.load_indices(0, 0, ROWS_64))
+        slot = keys.slots(0, keys.load_indices(0, 0, BLOCK, ROWS_64))
         block = _load_block(keys, 0, slot, E8M0, ROPE_WORD)
         for pair in range(pairs):
             parity = (pairs_done & 1) ^ 1
             # Indices come a block ahead of the keys, and are looked at as late.
-            index = keys.load_indices(pair, 1, ROWS_64)
+            index = keys.load_indices(pair, 1, BLOCK, ROWS_64)
+            next_pair = keys.load_indices(pair + 1, 0, 2 * BLOCK, PAIR)
             _fill_block(keys, buffers, full, empty, block, parity, pair, slot, 0, E8M0, ROPE_WORD)
             slot = keys.slots(pair, index)
             block = _load_block(keys, pair, slot, E8M0, ROPE_WORD)
-            index = keys.load_indices(pair + 1, 0, ROWS_64)
+            _prefetch(keys, pair + 1, next_pair, work.tile, E8M0, ROW_TILES)
+            index = keys.load_indices(pair + 1, 0, BLOCK, ROWS_64)
             if pair == 0:  # what the first products of block 0 wait for comes first
                 fetch_queries(work, buffers, q_full, q_empty, q_desc, item, ROWS, HAS_ROPE)
             _fill_block(keys, buffers, full, empty, block, parity, pair, slot, 1, E8M0, ROPE_WORD)

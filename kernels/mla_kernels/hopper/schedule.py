@@ -164,7 +164,9 @@ def fixed_stretch(
         QUERIES, HAS_LENGTH, HAS_EXTRA, HAS_EXTRA_LENGTH,
     )  # fmt: skip
     units = item_units(length, extra_length, UNIT)
-    per_split = (units + num_splits - 1) // num_splits
+    # The ends of the ranges can lie beyond 32 bits, before they are cut to the item.
+    per_split = (units.to(gl.int64) + (num_splits - 1)) // num_splits
     first_unit = gl.minimum(program % num_splits * per_split, units)
+    end_unit = gl.minimum(first_unit + per_split, units)
     slot = gl.where(num_splits > 1, program, -1)
-    return item, item, first_unit, gl.minimum(first_unit + per_split, units), slot, slot
+    return item, item, first_unit.to(gl.int32), end_unit.to(gl.int32), slot, slot

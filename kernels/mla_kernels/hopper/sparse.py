@@ -108,7 +108,9 @@ def sparse_kernel(
         EXTRA_PAGE_SIZE, EXTRA_PAGE_STRIDE // 4, EXTRA_TOKEN_STRIDE // 4, EXTRA_SCALE_BASE // 4, EXTRA_SCALE_STRIDE // 4,
     )  # fmt: skip
     scale_log2 = gl.load(scale_ptr) * LOG2E
-    buffers = new_buffers(q_desc.dtype, q_desc.layout, HAS_ROPE)
+    DTYPE: gl.constexpr = q_desc.dtype
+    LAYOUT: gl.constexpr = q_desc.layout
+    buffers = new_buffers(DTYPE, LAYOUT, HAS_ROPE)
     barriers = new_barriers()
     gl.warp_specialize(
         [
@@ -117,7 +119,8 @@ def sparse_kernel(
             (consumer, (work, buffers, barriers, scale_log2, out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, sink_ptr,
                         S_Q, H_Q, H_Q, True, False, HAS_SINK, HAS_ROPE, OUT_STRIDE_B, OUT_STRIDE_S, OUT_STRIDE_H, 1)),
             (gather, (work, buffers, barriers, q_desc, cache, extra, table_ptr, extra_table_ptr, table_stride_b, table_stride_s,
-                      extra_table_stride_b, extra_table_stride_s, H_Q, HAS_ROPE, SCALE_E8M0, ROPE_OFFSET // 4)),
+                      extra_table_stride_b, extra_table_stride_s, H_Q, ROW_TILES, HAS_ROPE, SCALE_E8M0,
+                      ROPE_OFFSET // 4)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],  # the first partition gets what is left, as the second

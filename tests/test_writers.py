@@ -329,3 +329,27 @@ def test_nothing_to_do(case: WriterCase, framework: str) -> None:
     assert append_by(framework, case, empty.cache(), tokens, None).size == 0
     rows = read_by(framework, empty.cache(), tokens.slots, None, None)
     assert rows.shape == (case.n, case.d_qk) and not rows.astype(np.float32).any()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("layout", ["padded", "interleaved"])
+def test_pages_of_bytes_in_torch(layout: str, implementation: str) -> None:
+    """`uint8 [pages, page_bytes]`, with any page stride."""
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    import mla_torch
+
+    case = WriterCase("model1_fp8", layout=layout)
+    tokens = make_tokens(case)
+    expected = store(case.cache(), tokens.slots, encode(case, tokens))
+    by_token, memory = torch_cache(case.cache())
+    width = case.page_size * 584
+    pages = by_token.as_strided((case.pages, width), (by_token.stride(0), 1))
+    options = {"cache_format": case.format, "page_size": case.page_size, "implementation": implementation}
+    slots = torch.from_numpy(tokens.slots)
+    mla_torch.append(pages, convert("torch", tokens.latent), convert("torch", tokens.rope), slots, **options)
+    assert_same_memory(memory.numpy(), expected.buffer)
+    rows = mla_torch.read(pages, slots, **options)
+    assert torch.equal(rows.view(torch.int16), mla_torch.read(by_token, slots, implementation=implementation).view(torch.int16))
+    mla_torch.copy_pages(pages, torch.tensor([0]), torch.tensor([3]), **options)
+    expected.part(0, 0, width)[3, 0] = expected.part(0, 0, width)[0, 0].copy()
+    assert_same_memory(memory.numpy(), expected.buffer)

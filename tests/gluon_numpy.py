@@ -71,6 +71,7 @@ def _scan(x: Tensor, axis: int, combine: Any) -> Tensor:
 # Stands for both languages: what they share has the same names.
 LANGUAGE = SimpleNamespace(
     int32=np.int32,
+    int64=np.int64,
     BlockedLayout=lambda *_: None,
     to_tensor=tensor,
     arange=lambda start, end, layout=None: tensor(np.arange(start, end), np.int32),

@@ -174,7 +174,8 @@ BATCHES: dict[str, list[Case | SparseCase]] = {
 }
 BATCHES |= {
     "sparse": [
-        *(sparse(*lengths, **V32) for lengths in ((0,), (1,), (64,), (65,), (128,), (129,), (700,), (0, 0, 0), (0, 1, 700, -5, 9999))),
+        *(sparse(length, **V32) for length in (0, 1, 64, 65, 128, 129, 700)),
+        *(sparse(*lengths, **V32) for lengths in ((0, 0, 0), (0, 1, 700, -5, 9999))),
         *(sparse(*RAGGED.integers(0, 701, batch).tolist(), **V32) for batch in (65, 66, 67, 133)),
         sparse(*[0] * 299, 700, format="v32_fp8", h_q=16),
         sparse(1, 0, 500, num_splits=7, s_q=2, **V32),
@@ -182,7 +183,7 @@ BATCHES |= {
         sparse(700, 300, index_kind="first64", page_size=53, **V32),
     ],
     "sparse with an extra scope": [
-        *(sparse(*a, extra=b, **MODEL1) for a, b in (((0,), (0,)), ((0,), (1,)), ((1,), (0,)), ((129,), (65,)), ((700,), (300,)))),
+        *(sparse(a, extra=(b,), **MODEL1) for a, b in ((0, 0), (0, 1), (1, 0), (129, 65), (700, 300))),
         sparse(0, 5, 700, -1, 64, extra=(300, 0, 64, 9999, -7), **MODEL1),
         sparse(*RAGGED.integers(0, 701, 140).tolist(), extra=tuple(RAGGED.integers(0, 301, 140).tolist()), **MODEL1),
         sparse(100, 0, 64, extra=(0, 0, 300), num_splits=9, s_q=2, page_size=256, **MODEL1),

@@ -195,6 +195,6 @@ def consumer(
         mbarrier.arrive(q_empty)
         write(
             work, item, acc, gl.convert_layout(l, ROWS_OF_O), gl.convert_layout(m, ROWS_OF_O), out_ptr, lse_ptr,
-            partial_out_ptr, partial_lse_ptr, sink_ptr, S_Q, H_Q, ROWS, SPARSE, HAS_SINK, OUT_STRIDE_B, OUT_STRIDE_S, OUT_STRIDE_H,
-            OWN,
+            partial_out_ptr, partial_lse_ptr, sink_ptr, S_Q, H_Q, ROWS, SPARSE, HAS_SINK,
+            OUT_STRIDE_B, OUT_STRIDE_S, OUT_STRIDE_H, OWN,
         )  # fmt: skip

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .dequantise import e4m3_to_bf16, e8m0_to_float32
 from .gluon_names import aggregate, commit_copies, copy_async, reinterpret, wait_copies
-from .parts import BLOCK, HALF, PANEL, ROPE, pairs_of
+from .parts import BLOCK, HALF, ROPE, pairs_of
 from .producer import fetch_queries
 
 # Lanes: eight, which are served at once, read 128 bytes of a row.

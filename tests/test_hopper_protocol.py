@@ -21,8 +21,9 @@ from mla_kernels import hopper
 SOURCE = {
     "fetch_queries": "wait q_empty, expect q_full",
     "_fetch_keys": "wait empty[TILE_INDEX], expect barrier",
-    "_fill_block": "wait empty[FIRST], wait empty[SECOND], arrive full[FIRST], wait empty[SECOND], wait_copies 0, "
-    "arrive full[SECOND]",
+    "_fill_right": "wait empty[TILE_INDEX], arrive full[TILE_INDEX]",
+    "_fill_left": "wait_copies 0, arrive full[2 * WHICH]",
+    "_begin_left": "wait empty[2 * WHICH]",
     "consumer": "wait q_full, wait full[3 * OWN], wait full[1 + OWN], wait p_full[0], arrive p_full[OWN], arrive empty[1], "
     "arrive empty[3 * OWN], wait p_full[1], arrive empty[2], arrive total_full[OWN], wait total_full[OTHER], arrive q_empty",
 }
@@ -85,7 +86,8 @@ class Model:
         self.random = random.Random(seed)
         self.q_full, self.q_empty = Barrier(1), Barrier(2)
         self.full, self.empty, self.p_full, self.total_full = ([Barrier(1) for _ in range(n)] for n in (4, 4, 2, 2))
-        self.copies = Barrier(1)  # stands for the copies of RoPE parts, which their own thread waits for
+        # Stands for the copies of a block, which the threads that began them wait for: its left half, and the RoPE part.
+        self.copies = Barrier(2 if has_rope else 1)
         self.q, self.k, self.rope, self.top, self.total = ([Buffer() for _ in range(n)] for n in (2, 4, 2, 2, 2))
         self.valid = [Buffer() for _ in range(2)]
         self.q_rope = Buffer()
@@ -139,35 +141,45 @@ class Model:
                 pairs_done += 1
 
     def gather(self) -> Iterator[Step]:
-        pairs_done = 0
+        t = 0
         for item, pairs in enumerate(self.items):
             if pairs == 0:
                 yield from self.fetch_queries(item)
+            else:
+                yield from self.begin_left(0, t)
             for pair in range(pairs):
-                yield from self.fill_block(0, pairs_done)
+                yield from self.fill_right(0, t)
+                yield from self.fill_left(0, t)
+                yield from self.begin_left(1, t)
                 if pair == 0:
                     yield from self.fetch_queries(item)
-                yield from self.fill_block(1, pairs_done)
-                pairs_done += 1
+                yield from self.fill_right(1, t)
+                yield from self.fill_left(1, t)
+                if pair + 1 < pairs:
+                    yield from self.begin_left(0, t + 1)
+                t += 1
 
-    def fill_block(self, block: int, t: int) -> Iterator[Step]:
-        first, second, parity = 3 * block, 1 + block, (t & 1) ^ 1
-        second_is_empty = f"empty {second}", self.empty[second], parity
-        waits_early = self.has_rope and block == 1  # over the RoPE part of block 1 lies P1
-        yield f"empty {first}", self.empty[first], parity
-        if waits_early:
-            yield second_is_empty
+    def begin_left(self, block: int, t: int) -> Iterator[Step]:
+        """What is stored is copied into the tile that it is decoded into afterwards."""
+        tile = 2 * block
+        yield f"empty {tile}", self.empty[tile], (t & 1) ^ 1
+        self.fetch(self.copies, ("stored", t), [self.k[tile]])
+
+    def fill_right(self, block: int, t: int) -> Iterator[Step]:
+        tile = 2 * block + 1
+        yield f"empty {tile}", self.empty[tile], (t & 1) ^ 1
         if self.has_rope:
             self.fetch(self.copies, t, [self.rope[block]])
         yield from self.write(self.valid[block], t)
-        yield from self.write(self.k[first], t)
-        self.full[first].arrive()
-        if not waits_early:
-            yield second_is_empty
-        yield from self.write(self.k[second], t)
-        if self.has_rope:
-            yield "copies", self.copies, block  # of every pair there are two
-        self.full[second].arrive()
+        yield from self.write(self.k[tile], t)
+        self.full[tile].arrive()
+
+    def fill_left(self, block: int, t: int) -> Iterator[Step]:
+        tile = 2 * block
+        yield "copies", self.copies, block  # a phase for each block: of every pair there are two
+        yield from self.read((self.k[tile], ("stored", t)))
+        yield from self.write(self.k[tile], t)
+        self.full[tile].arrive()
 
     def fetch_queries(self, item: int) -> Iterator[Step]:
         yield "q_empty", self.q_empty, (item & 1) ^ 1
@@ -278,7 +290,7 @@ COMMON_WAITS = ["q_empty", "q_full", "own half", "other half", "P0", "P1", "tota
 WAITS = [(False, True, wait) for wait in ["empty", *COMMON_WAITS]]
 WAITS += [(True, has_rope, f"empty {tile}") for has_rope in (True, False) for tile in range(4)]
 WAITS += [(True, has_rope, wait) for has_rope in (True, False) for wait in COMMON_WAITS]
-WAITS += [(True, True, "copies")]
+WAITS += [(True, has_rope, "copies") for has_rope in (True, False)]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The partition of the sparse kernel that fetches: four warps, which gather fp8 rows by index and dequantise them.
 
-A block is loaded into registers as a whole, as soon as the one before it has left them: the more loads are under way at
-once, the less each costs.  Rows are fetched into the second-level cache a pair of blocks earlier.
+While one half of a block's columns is dequantised, the other one is under way.  The right half goes through registers; the
+left one is copied, as it is stored, into the tile that it is written to afterwards.
 """
 
 # Without `from __future__ import annotations`: an aggregate looks at the annotations of its fields.
@@ -14,25 +14,26 @@ from .gluon_names import aggregate, commit_copies, copy_async, reinterpret, wait
 from .parts import BLOCK, HALF, ROPE, pairs_of
 from .producer import fetch_queries
 
-# Lanes: eight, which are served at once, read 128 bytes of a row.
+# Lanes: four read 64 bytes of a row, which become a row of a panel in shared memory.  Eight, which write at once, have two
+# rows, whose swizzles differ in the lowest bit: so they write to all banks.
 _ROWS_OF_WARPS = [[4, 0], [8, 0]]
 WORDS_64 = gl.constexpr(
     gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 32], [16, 0], [32, 0]], [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]], _ROWS_OF_WARPS, [], [64, 64]
+        [[0, 1], [0, 2], [0, 32], [16, 0], [32, 0]], [[0, 4], [0, 8], [1, 0], [0, 16], [2, 0]], _ROWS_OF_WARPS, [], [64, 64]
     )
 )
 WORDS_32 = gl.constexpr(
     gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [16, 0], [32, 0]], [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]], _ROWS_OF_WARPS, [], [64, 32]
+        [[0, 1], [0, 2], [16, 0], [32, 0]], [[0, 4], [0, 8], [1, 0], [0, 16], [2, 0]], _ROWS_OF_WARPS, [], [64, 32]
     )
 )
 WORDS_16 = gl.constexpr(
     gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [32, 0]], [[0, 4], [0, 8], [16, 0], [1, 0], [2, 0]], _ROWS_OF_WARPS, [], [64, 16]
+        [[0, 1], [0, 2], [32, 0]], [[0, 4], [0, 8], [1, 0], [16, 0], [2, 0]], _ROWS_OF_WARPS, [], [64, 16]
     )
 )
 # The scales of a row, in each of its lanes.
-_LANES_OF_ROWS = [[0, 0], [0, 0], [0, 0], [1, 0], [2, 0]]
+_LANES_OF_ROWS = [[0, 0], [0, 0], [1, 0], [0, 0], [2, 0]]
 SCALES_4 = gl.constexpr(
     gl.DistributedLinearLayout([[0, 1], [0, 2], [16, 0], [32, 0]], _LANES_OF_ROWS, _ROWS_OF_WARPS, [], [64, 4])
 )
@@ -40,7 +41,6 @@ SCALES_2 = gl.constexpr(gl.DistributedLinearLayout([[0, 1], [16, 0], [32, 0]], _
 ROWS_64 = gl.constexpr(gl.SliceLayout(1, WORDS_64.value))
 ROWS_32 = gl.constexpr(gl.SliceLayout(1, WORDS_32.value))
 ROWS_16 = gl.constexpr(gl.SliceLayout(1, WORDS_16.value))
-PAIR = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # a key in each thread
 WORD_TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
 
 
@@ -67,14 +67,17 @@ class Cache:
         self.SCALE = gl.constexpr(SCALE)
 
     @gluon.jit
-    def offsets(self, slot, DISTANCE: gl.constexpr):
-        """Of rows at slots, 64 bits; those without a slot get that of slot 0."""
+    def places(self, slot):
+        """Pointers to the words of rows, and to those that their scales begin with; where there is no slot, those of slot 0."""
         slot = gl.maximum(slot, 0)
-        if self.PAGE == self.PAGE_SIZE * DISTANCE:
-            offset = slot.to(gl.int64) * DISTANCE
+        if self.PAGE == self.PAGE_SIZE * self.TOKEN and self.SCALE == self.TOKEN:
+            rows = self.words + slot.to(gl.int64) * self.TOKEN
+            scales = rows + self.SCALES
         else:
-            offset = (slot // self.PAGE_SIZE).to(gl.int64) * self.PAGE + (slot % self.PAGE_SIZE) * DISTANCE
-        return offset
+            page = self.words + (slot // self.PAGE_SIZE).to(gl.int64) * self.PAGE
+            rows = page + slot % self.PAGE_SIZE * self.TOKEN
+            scales = page + (slot % self.PAGE_SIZE * self.SCALE + self.SCALES)
+        return rows, scales
 
 
 @aggregate
@@ -112,8 +115,8 @@ class Selection:
         return pair >= pairs_of(self.hi - self.lo)
 
     @gluon.jit
-    def load_indices(self, pair, WHICH: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
-        """`COUNT` indices, from those of a block on; -1 behind the end."""
+    def load_indices(self, pair, WHICH: gl.constexpr, LAYOUT: gl.constexpr):
+        """The indices of a block, -1 behind the end."""
         start = self.lo + pair * (2 * BLOCK)
         end = self.hi
         indices = self.indices
@@ -123,7 +126,7 @@ class Selection:
             start = gl.where(extra, extra_start, start)
             end = gl.where(extra, self.extra_hi, end)
             indices = gl.where(extra, self.extra_indices, indices)
-        t = start + WHICH * BLOCK + gl.arange(0, COUNT, layout=LAYOUT)
+        t = start + WHICH * BLOCK + gl.arange(0, BLOCK, layout=LAYOUT)
         return gl.load(indices + t, mask=t < end, other=-1)
 
     @gluon.jit
@@ -135,25 +138,15 @@ class Selection:
         return gl.where((index >= 0) & (index <= last), index, -1)
 
     @gluon.jit
-    def rows(self, pair, slot):
-        """Pointers to the words of rows."""
-        rows = self.cache.words + self.cache.offsets(slot, self.cache.TOKEN)
+    def places(self, pair, slot):
+        """Pointers to the words of rows, and to those that their scales begin with."""
+        rows, scales = self.cache.places(slot)
         if self.HAS_EXTRA:
-            extra_rows = self.extra.words + self.extra.offsets(slot, self.extra.TOKEN)
-            rows = gl.where(self.in_extra(pair), extra_rows, rows)
-        # A choice, and an offset from a page, hide the alignment from some compilers.
-        return gl.multiple_of(rows, 16)
-
-    @gluon.jit
-    def scales(self, pair, slot, rows):
-        """Pointers to the words that their scales begin with."""
-        if self.cache.SCALE == self.cache.TOKEN:  # in the row
-            return rows + self.cache.SCALES
-        rows = self.cache.words + (self.cache.offsets(slot, self.cache.SCALE) + self.cache.SCALES)
-        if self.HAS_EXTRA:
-            extra_rows = self.extra.words + (self.extra.offsets(slot, self.extra.SCALE) + self.extra.SCALES)
-            rows = gl.where(self.in_extra(pair), extra_rows, rows)
-        return rows
+            if self.in_extra(pair):
+                rows, scales = self.extra.places(slot)
+            # A choice hides the alignment from the compiler.
+            rows, scales = gl.multiple_of(rows, 16), gl.multiple_of(scales, 8)
+        return rows, scales
 
 
 @gluon.jit
@@ -173,30 +166,35 @@ def _load_scales(scales, slot, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _load_block(keys, pair, slot, E8M0: gl.constexpr, ROPE_WORD: gl.constexpr):
-    """The halves of the columns of a block as they are stored: values, and the words of their scales.
+def _copy_left(keys, tile, pair, slot):
+    """Begins to copy the left half of a block, as it is stored, into the front of its tile."""
+    rows, _ = keys.places(pair, slot)
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, WORDS_64))
+    words = reinterpret(tile, gl.int32, [BLOCK, HALF // 2], WORD_TILE).slice(0, 64, dim=1)
+    copy_async(words, gl.expand_dims(rows, 1) + gl.expand_dims(column, 0), mask=gl.expand_dims(slot >= 0, 1))
+    commit_copies()
 
-    The right half of MODEL1 has three tiles of values, here 32 and 16 words, and the RoPE part.
+
+@gluon.jit
+def _load_right(keys, pair, slot, E8M0: gl.constexpr, ROPE_WORD: gl.constexpr):
+    """The right half of a block as it is stored, and the words of the scales of both.
+
+    That of MODEL1 has three tiles of values, here 32 and 16 words, and the RoPE part.
     """
-    rows = keys.rows(pair, slot)
-    scales = keys.scales(pair, slot, rows)
-    left = _load_words(rows, slot, 0, 64, WORDS_64)
+    rows, scales = keys.places(pair, slot)
     if E8M0:
         rows_32 = gl.convert_layout(rows, ROWS_32, assert_trivial=True)
         slot_32 = gl.convert_layout(slot, ROWS_32, assert_trivial=True)
-        block = (
-            left,
-            (
-                _load_words(rows_32, slot_32, 64, 32, WORDS_32),
-                _load_words(gl.convert_layout(rows, ROWS_16), gl.convert_layout(slot, ROWS_16), 96, 16, WORDS_16),
-                _load_words(rows_32, slot_32, ROPE_WORD, 32, WORDS_32),
-            ),
-            _load_scales(scales, slot, 2, SCALES_2),
+        right = (
+            _load_words(rows_32, slot_32, 64, 32, WORDS_32),
+            _load_words(gl.convert_layout(rows, ROWS_16), gl.convert_layout(slot, ROWS_16), 96, 16, WORDS_16),
+            _load_words(rows_32, slot_32, ROPE_WORD, 32, WORDS_32),
         )
+        block_scales = _load_scales(scales, slot, 2, SCALES_2)
     else:
         right = _load_words(rows, slot, 64, 64, WORDS_64)
-        block = (left, right, _load_scales(scales, slot, 4, SCALES_4))
-    return block
+        block_scales = _load_scales(scales, slot, 4, SCALES_4)
+    return right, block_scales
 
 
 @gluon.jit
@@ -214,32 +212,39 @@ def _column(words, WHICH: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _store_half(tile, block, SIDE: gl.constexpr, E8M0: gl.constexpr):
+def _store(tile, words, scales, SIDE: gl.constexpr, E8M0: gl.constexpr):
     """Dequantises half of a block into its tile in shared memory."""
     all_words = reinterpret(tile, gl.int32, [BLOCK, HALF // 2], WORD_TILE)
     if not E8M0:
-        even, odd = gl.split(gl.reshape(block[2], [BLOCK, 2, 2]))
+        even, odd = gl.split(gl.reshape(scales, [BLOCK, 2, 2]))
         low = gl.expand_dims(_column(even, SIDE, ROWS_64).to(gl.float32, bitcast=True), 1)
         high = gl.expand_dims(_column(odd, SIDE, ROWS_64).to(gl.float32, bitcast=True), 1)
         column = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, WORDS_64)), 0)
-        all_words.store(e4m3_to_bf16(block[SIDE], gl.where(column < 32, low, high)))
+        all_words.store(e4m3_to_bf16(words, gl.where(column < 32, low, high)))
     elif SIDE == 0:
-        codes = _column(block[2], 0, ROWS_64)
-        all_words.store(e4m3_to_bf16(block[0], _tile_scales(codes, WORDS_64, 64, 0)))
+        codes = _column(scales, 0, ROWS_64)
+        all_words.store(e4m3_to_bf16(words, _tile_scales(codes, WORDS_64, 64, 0)))
     else:
-        words, last_words, rope = block[1]
-        codes = _column(block[2], 1, ROWS_32)
+        first_words, last_words, rope = words
+        codes = _column(scales, 1, ROWS_32)
         last_codes = gl.convert_layout(codes, ROWS_16)
-        all_words.slice(0, 64, dim=1).store(e4m3_to_bf16(words, _tile_scales(codes, WORDS_32, 32, 0)))
+        all_words.slice(0, 64, dim=1).store(e4m3_to_bf16(first_words, _tile_scales(codes, WORDS_32, 32, 0)))
         all_words.slice(64, 32, dim=1).store(e4m3_to_bf16(last_words, _tile_scales(last_codes, WORDS_16, 16, 2)))
         all_words.slice(96, 32, dim=1).store(rope)
+
+
+@gluon.jit
+def _store_left(tile, scales, E8M0: gl.constexpr):
+    """Dequantises the left half of a block, of which the stored words have been copied into its tile, in place."""
+    words = reinterpret(tile, gl.int32, [BLOCK, HALF // 2], WORD_TILE).slice(0, 64, dim=1).load(WORDS_64)
+    _store(tile, words, scales, 0, E8M0)
 
 
 @gluon.jit
 def _copy_rope(keys, tile, pair, slot, ROPE_WORD: gl.constexpr):
     """Begins to copy the RoPE part of a block into its tile."""
     slot = gl.convert_layout(slot, ROWS_32, assert_trivial=True)
-    rows = keys.rows(pair, slot)
+    rows, _ = keys.places(pair, slot)
     column = ROPE_WORD + gl.arange(0, ROPE // 2, layout=gl.SliceLayout(0, WORDS_32))
     words = reinterpret(tile, gl.int32, [BLOCK, ROPE // 2], WORD_TILE)
     copy_async(words, gl.expand_dims(rows, 1) + gl.expand_dims(column, 0), mask=gl.expand_dims(slot >= 0, 1))
@@ -247,56 +252,41 @@ def _copy_rope(keys, tile, pair, slot, ROPE_WORD: gl.constexpr):
 
 
 @gluon.jit
-def _fill_block(
-    keys, buffers, full, empty, block, parity, pair, slot, WHICH: gl.constexpr, E8M0: gl.constexpr, ROPE_WORD: gl.constexpr
-):
-    """Writes a block to shared memory, the half that is given back first before the other."""
-    FIRST: gl.constexpr = 3 * WHICH
-    SECOND: gl.constexpr = 1 + WHICH
-    mbarrier.wait(empty[FIRST], parity)
+def _fill_right(
+    keys, buffers, full, empty, right, scales, parity, pair, slot, zero,
+    WHICH: gl.constexpr, E8M0: gl.constexpr, ROPE_WORD: gl.constexpr,
+):  # fmt: skip
+    """Writes the right half of a block, says which keys there are, and begins to copy the RoPE part.
+
+    The latter is there with the left half.  P1 lies over that of block 1 until tile 2, which its left half has been copied
+    to already, is empty.
+    """
+    TILE_INDEX: gl.constexpr = 2 * WHICH + 1
+    mbarrier.wait(empty[TILE_INDEX], parity)
     if not E8M0:
-        if WHICH == 1:  # over its RoPE part lies P1, until the second half is empty, too
-            mbarrier.wait(empty[SECOND], parity)
-        _copy_rope(keys, buffers.rope.index(WHICH), pair, slot, ROPE_WORD)
+        _copy_rope(keys, buffers.rope.index(zero + WHICH), pair, slot, ROPE_WORD)
     buffers.valid.index(WHICH).store((slot >= 0).to(gl.int32))
-    _store_half(buffers.k.index(FIRST), block, WHICH, E8M0)
-    mbarrier.arrive(full[FIRST])
-    if E8M0 or WHICH == 0:
-        mbarrier.wait(empty[SECOND], parity)
-    _store_half(buffers.k.index(SECOND), block, 1 - WHICH, E8M0)
-    if not E8M0:
-        wait_copies(0)
-    mbarrier.arrive(full[SECOND])
+    _store(buffers.k.index(zero + TILE_INDEX), right, scales, 1, E8M0)
+    mbarrier.arrive(full[TILE_INDEX])
 
 
 @gluon.jit
-def _prefetch(keys, pair, index, tile, E8M0: gl.constexpr, TILES: gl.constexpr):
-    """Begins to fetch the rows of a pair into the second-level cache; the first two head tiles have one half each."""
-    slot = keys.slots(pair, index)
-    wanted = slot >= 0
-    if TILES > 1:
-        wanted = wanted & ((gl.arange(0, 2 * BLOCK, layout=PAIR) & 1) == tile)
-    rows = keys.rows(pair, slot)
-    if E8M0:
-        gl.inline_asm_elementwise(
-            "{ .reg .pred wanted; setp.ne.b32 wanted, $3, 0; mov.b32 $0, 0; @wanted prefetch.global.L2 [$2];"
-            " @wanted cp.async.bulk.prefetch.L2.global [$1], 576; }", "=r,l,l,r",
-            [rows.to(gl.int64), keys.scales(pair, slot, rows).to(gl.int64), wanted.to(gl.int32)],
-            dtype=gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-    else:
-        gl.inline_asm_elementwise(
-            "{ .reg .pred wanted; setp.ne.b32 wanted, $2, 0; mov.b32 $0, 0;"
-            " @wanted cp.async.bulk.prefetch.L2.global [$1], 656; }", "=r,l,r",
-            [rows.to(gl.int64), wanted.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+def _fill_left(buffers, full, scales, zero, WHICH: gl.constexpr, E8M0: gl.constexpr):
+    wait_copies(0)
+    _store_left(buffers.k.index(zero + 2 * WHICH), scales, E8M0)
+    mbarrier.arrive(full[2 * WHICH])
+
+
+@gluon.jit
+def _begin_left(keys, buffers, empty, parity, pair, slot, zero, WHICH: gl.constexpr):
+    mbarrier.wait(empty[2 * WHICH], parity)
+    _copy_left(keys, buffers.k.index(zero + 2 * WHICH), pair, slot)
 
 
 @gluon.jit
 def gather(
     work, buffers, barriers, q_desc, cache, extra, indices_ptr, extra_indices_ptr, stride_b, stride_s, extra_stride_b,
-    extra_stride_s, ROWS: gl.constexpr, ROW_TILES: gl.constexpr, HAS_ROPE: gl.constexpr, E8M0: gl.constexpr,
-    ROPE_WORD: gl.constexpr,
+    extra_stride_s, ROWS: gl.constexpr, HAS_ROPE: gl.constexpr, E8M0: gl.constexpr, ROPE_WORD: gl.constexpr,
 ):  # fmt: skip
     """Fetches the queries of every item, and gathers and dequantises the keys of every pair."""
     q_full, q_empty, full, empty, _p_full, _total_full = barriers
@@ -311,23 +301,31 @@ def gather(
             lo, hi, extra_lo, extra_hi, cache, extra, work.HAS_EXTRA,
         )  # fmt: skip
         pairs = keys.pairs()
+        slot = keys.slots(0, keys.load_indices(0, 0, ROWS_64))
+        right, scales = _load_right(keys, 0, slot, E8M0, ROPE_WORD)
+        # Indices come a block ahead of the keys, with those that are waited for together with them.
+        index = keys.load_indices(0, 1, ROWS_64)
         if pairs == 0:
             fetch_queries(work, buffers, q_full, q_empty, q_desc, item, ROWS, HAS_ROPE)
-        slot = keys.slots(0, keys.load_indices(0, 0, BLOCK, ROWS_64))
-        block = _load_block(keys, 0, slot, E8M0, ROPE_WORD)
+        else:
+            _begin_left(keys, buffers, empty, (pairs_done & 1) ^ 1, 0, slot, 0, 0)
         for pair in range(pairs):
             parity = (pairs_done & 1) ^ 1
-            # Indices come a block ahead of the keys, and are looked at as late.
-            index = keys.load_indices(pair, 1, BLOCK, ROWS_64)
-            next_pair = keys.load_indices(pair + 1, 0, 2 * BLOCK, PAIR)
-            _fill_block(keys, buffers, full, empty, block, parity, pair, slot, 0, E8M0, ROPE_WORD)
+            # Zero, which the compiler does not know: it would keep the addresses of all tiles in registers it does not have.
+            zero = pair >> 30
+            _fill_right(keys, buffers, full, empty, right, scales, parity, pair, slot, zero, 0, E8M0, ROPE_WORD)
             slot = keys.slots(pair, index)
-            block = _load_block(keys, pair, slot, E8M0, ROPE_WORD)
-            _prefetch(keys, pair + 1, next_pair, work.tile, E8M0, ROW_TILES)
-            index = keys.load_indices(pair + 1, 0, BLOCK, ROWS_64)
+            right, other_scales = _load_right(keys, pair, slot, E8M0, ROPE_WORD)
+            index = keys.load_indices(pair + 1, 0, ROWS_64)
+            _fill_left(buffers, full, scales, zero, 0, E8M0)
+            _begin_left(keys, buffers, empty, parity, pair, slot, zero, 1)
             if pair == 0:  # what the first products of block 0 wait for comes first
                 fetch_queries(work, buffers, q_full, q_empty, q_desc, item, ROWS, HAS_ROPE)
-            _fill_block(keys, buffers, full, empty, block, parity, pair, slot, 1, E8M0, ROPE_WORD)
+            _fill_right(keys, buffers, full, empty, right, other_scales, parity, pair, slot, zero, 1, E8M0, ROPE_WORD)
             slot = keys.slots(pair + 1, index)
-            block = _load_block(keys, pair + 1, slot, E8M0, ROPE_WORD)
+            right, scales = _load_right(keys, pair + 1, slot, E8M0, ROPE_WORD)
+            index = keys.load_indices(pair + 1, 1, ROWS_64)
+            _fill_left(buffers, full, other_scales, zero, 1, E8M0)
+            if pair + 1 < pairs:
+                _begin_left(keys, buffers, empty, parity ^ 1, pair + 1, slot, zero, 0)
             pairs_done += 1

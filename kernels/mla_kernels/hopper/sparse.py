@@ -119,8 +119,7 @@ def sparse_kernel(
             (consumer, (work, buffers, barriers, scale_log2, out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, sink_ptr,
                         S_Q, H_Q, H_Q, True, False, HAS_SINK, HAS_ROPE, OUT_STRIDE_B, OUT_STRIDE_S, OUT_STRIDE_H, 1)),
             (gather, (work, buffers, barriers, q_desc, cache, extra, table_ptr, extra_table_ptr, table_stride_b, table_stride_s,
-                      extra_table_stride_b, extra_table_stride_s, H_Q, ROW_TILES, HAS_ROPE, SCALE_E8M0,
-                      ROPE_OFFSET // 4)),
+                      extra_table_stride_b, extra_table_stride_s, H_Q, HAS_ROPE, SCALE_E8M0, ROPE_OFFSET // 4)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],  # the first partition gets what is left, as the second

@@ -42,6 +42,8 @@ SPARSE_CALLS: dict[str, dict[str, Any]] = {
     "v32-h128-s2-sink": {"s_q": 2, "sink": True},
     "v32-h20-p53-length-splits": {"h_q": 20, "page_size": 53, "length": True, "num_splits": 3},
     "v32-padded-extra-sink": {"page_stride": 64 * 656 + 16, "extra": 100, "extra_length": True, "sink": True},
+    "v32-pages-beyond-2**31-words": {"page_size": 210_000, "page_stride": 64 * 210_000 * 656, "pages": 1},
+    "model1-pages-beyond-2**31-words": {"cache_format": "model1_fp8", "page_size": 16_000_000, "pages": 1},
     "model1-h64": {"cache_format": "model1_fp8", "h_q": 64, "page_size": 256},
     "model1-h128-s2-extra-sink": {"cache_format": "model1_fp8", "s_q": 2, "page_size": 256, "extra": 512, "sink": True},
     "model1-h16-extra-lengths": {

@@ -73,7 +73,7 @@ REFUSED: dict[str, tuple[Any, Any, str, str]] = {  # call, device, argument, wha
     **{f"page-{n}": ({"page_size": n}, H200, "kv_cache", f"got {n}$") for n in (1, 2, 8, 24, 48, 53, 80, 96, 576 + 32)},
     "no-pages": ({"pages": 0}, H200, "kv_cache", "at least one page"),
     "q-unaligned": ({"aligned": (False, True)}, H200, "q", "16 bytes"),
-    "cache-unaligned": ({"aligned": (True, False)}, H200, "q", "kv_cache to start at multiples of 16 bytes"),
+    "cache-unaligned": ({"aligned": (True, False)}, H200, "q", "caches to start at multiples of 16 bytes"),
     "heads-at-odd-strides": ({"q_strides": (128 * 580, 128 * 580, 580, 1)}, H200, "q", "strides .*580"),
     "one-row-for-all-requests": ({"h_q": 1, "q_strides": (0, 576, 576, 1)}, H200, "q", r"\[0, 576, 576\]"),
     "one-row-for-all-heads": ({"batch": 1, "h_q": 16, "q_strides": (576, 576, 0, 1)}, H200, "q", r"\[576, 576, 0\]"),
@@ -108,8 +108,9 @@ SPARSE_SERVED: dict[str, dict[str, Any]] = {
 SPARSE_REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "pages-at-odd-strides": ({"page_stride": 64 * 656 + 8}, "kv_cache", str(64 * 656 + 8)),
     "q-unaligned": ({"aligned": (False, True)}, "q", "16 bytes"),
-    "cache-unaligned": ({"aligned": (True, False)}, "q", "kv_cache to start at multiples of 16 bytes"),
+    "cache-unaligned": ({"aligned": (True, False)}, "q", "caches to start at multiples of 16 bytes"),
     "2**31-keys": ({"topk": 2**31 - 1}, "indices", "2\\*\\*31 keys"),
+    "2**31-extra-keys": ({"extra": 2**31 - 4096}, "extra_indices", "2\\*\\*31 keys"),
     "many-keys-in-all": ({"topk": 2**31 - 4096, "batch": 65}, "indices", "keys in all"),
     "2**31-programs": ({"batch": 2**21, "h_q": 16, "num_splits": 2**10}, "num_splits", "2\\*\\*31 programs"),
 }

@@ -180,7 +180,8 @@ def attend_kernel(
             if D_QK - D_V != BLOCK_R:
                 mask = mask & (col_r < D_QK)[None, :]
             q_r = tl.load(q_row[:, None] + col_r[None, :], mask=mask, other=0.0).to(COMPUTE)
-        row_end = length - S_Q + query + 1
+        # The constant goes to the length: added to the query, pairs of which have 16 bits, ptxas could lose it.
+        row_end = (length - (S_Q - 1)) + query
 
         m = tl.full([BLOCK_H], LOWEST, tl.float32)
         l = tl.zeros([BLOCK_H, BLOCK_N] if LATE_SUM else [BLOCK_H], tl.float32)

@@ -9,7 +9,7 @@ half of the 512 output columns:
 
 So one of them is in its softmax while the other keeps the tensor cores busy.  A block lies in shared memory in two halves
 of its columns, each with a barrier that says it is full and one that says it is empty (its last product is done).  The
-producer waits for `empty`, in the order in which the halves are given back, and fills it with keys of the next pair.
+producer waits for `empty`, each half's before it fills it with keys of the next pair.
 
 No cycle of waits exists: within a pair, in the order
   full(0, *) -> P0 -> empty(0, 0), empty(0, 1) -> full(1, *) -> P1 -> empty(1, *)
@@ -146,7 +146,7 @@ def consumer(
                     end = hi + gl.arange(0, TILE, layout=ROWS_OF_S) * 0
                     if CAUSAL:
                         row = work.tile * TILE + gl.arange(0, TILE, layout=ROWS_OF_S)
-                        end = gl.minimum(end, length - S_Q + row // H_Q + 1)
+                        end = gl.minimum(end, (length - (S_Q - 1)) + row // H_Q)
                     s = gl.where(gl.expand_dims(key, 0) < gl.expand_dims(end, 1), s, float("-inf"))
                     if start + BLOCK > hi:
                         _clear_rows(buffers.k.index(zero + 2 * OWN), hi - start)

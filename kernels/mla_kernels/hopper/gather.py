@@ -75,8 +75,11 @@ class Cache:
             scales = rows + self.SCALES
         else:
             page = self.words + (slot // self.PAGE_SIZE).to(gl.int64) * self.PAGE
-            rows = page + slot % self.PAGE_SIZE * self.TOKEN
-            scales = page + (slot % self.PAGE_SIZE * self.SCALE + self.SCALES)
+            token = slot % self.PAGE_SIZE
+            if self.PAGE_SIZE * (self.TOKEN + self.SCALE) + self.SCALES >= 2**31:
+                token = token.to(gl.int64)
+            rows = page + token * self.TOKEN
+            scales = page + (token * self.SCALE + self.SCALES)
         return rows, scales
 
 

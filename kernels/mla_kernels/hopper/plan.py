@@ -10,7 +10,7 @@ from ..device import DeviceFacts
 from ..launch import Buffer, Launch, Plan, Refusal, TileDescriptor
 from ..plan import cache_constants
 from ..problem import INT32_MAX, Problem
-from ..work import Work, cdiv, item_chunk, overridden
+from ..work import Geometry, Work, cdiv, item_chunk, overridden
 from .dense import dense_kernel
 from .schedule import LONGEST_LINE
 from .sizes import BLOCK, D_V, PANEL, ROPE, TILE, WARPS
@@ -19,6 +19,7 @@ from .sparse import sparse_kernel
 SWITCH = "MLA_DECODE_HOPPER"  # an environment variable: "0" when this is imported turns the path off
 TURNED_OFF = os.environ.get(SWITCH) == "0"
 
+SPARSE_FORMATS = ("v32_fp8", "model1_fp8")  # that the kernel knows the tiles of
 LEAST_PAGE = 16
 MOST_COST = 16
 
@@ -123,8 +124,8 @@ def refusals(problem: Problem, facts: DeviceFacts) -> tuple[Refusal, ...]:
     elif facts.shared_memory < shared_memory(problem):
         found.append(Refusal("q", f"needs {shared_memory(problem)} bytes of shared memory, got {facts.shared_memory}"))
     cache = problem.cache
-    if problem.sparse and not cache.format.quantised:
-        found.append(Refusal("indices", f"served over fp8 caches only, got {cache.format.name}"))
+    if problem.sparse and cache.format.name not in SPARSE_FORMATS:
+        found.append(Refusal("indices", f"served over {' and '.join(SPARSE_FORMATS)} caches only, got {cache.format.name}"))
     if not problem.sparse and cache.format.quantised:
         found.append(Refusal("kv_cache", f"serves dense calls over bf16 and fp16 caches only, got {cache.format.name}"))
     if problem.d_v != D_V or problem.d_qk not in (D_V, D_V + ROPE):
@@ -137,7 +138,7 @@ def refusals(problem: Problem, facts: DeviceFacts) -> tuple[Refusal, ...]:
     if not problem.sparse and cache.num_pages == 0:
         found.append(Refusal("kv_cache", "needs at least one page"))
     if not problem.aligned:
-        found.append(Refusal("q", "needs q and kv_cache to start at multiples of 16 bytes"))
+        found.append(Refusal("q", "needs q and the caches to start at multiples of 16 bytes"))
     if found:
         return tuple(found)
     found += _query_refusals(problem)
@@ -145,16 +146,17 @@ def refusals(problem: Problem, facts: DeviceFacts) -> tuple[Refusal, ...]:
     table = "indices" if problem.sparse else "block_table"
     keys = problem.width * (1 if problem.sparse else size) + problem.extra_width
     if keys > INT32_MAX - 2 * max(size, 1024):
-        found.append(Refusal(table, f"room for fewer than 2**31 keys a row, got {keys}"))
-    items = problem.batch * (problem.s_q if problem.sparse else 1)
-    line = items * (problem.max_tokens // (2 * BLOCK) + problem.extra_width // (2 * BLOCK) + 2 + MOST_COST)
+        wider = "extra_indices" if problem.extra_width > problem.width else table
+        found.append(Refusal(wider, f"room for fewer than 2**31 keys a row, got {keys}"))
+    geometry = Geometry.of(problem)
+    line = geometry.items * (problem.max_tokens // (2 * BLOCK) + problem.extra_width // (2 * BLOCK) + 2 + MOST_COST)
     if problem.num_splits is None and line >= LONGEST_LINE:
         found.append(Refusal(table, f"room for fewer than {LONGEST_LINE * 2 * BLOCK} keys in all, got {line * 2 * BLOCK}"))
     for argument, strides in ((table, problem.table_strides), ("extra_indices", problem.extra_table_strides)):
         if max(strides) > INT32_MAX:
             found.append(Refusal(argument, f"strides below 2**31, got {list(strides)}"))
     rows = problem.batch * problem.s_q * problem.h_q
-    programs = items * (problem.num_splits or 1) * cdiv(rows // items, TILE)
+    programs = geometry.items * (problem.num_splits or 1) * cdiv(geometry.rows, TILE)
     if rows > INT32_MAX - TILE:
         found.append(Refusal("q", f"fewer than 2**31 rows, got {rows}"))
     elif programs > INT32_MAX:
@@ -164,11 +166,11 @@ def refusals(problem: Problem, facts: DeviceFacts) -> tuple[Refusal, ...]:
 
 def _work(problem: Problem, facts: DeviceFacts, overrides: dict[str, int] | None) -> tuple[Work, Tuning, int]:
     """The work, its costs, and the row tiles of an item."""
-    items = problem.batch * (problem.s_q if problem.sparse else 1)
-    row_tiles = cdiv(problem.batch * problem.s_q * problem.h_q // items, TILE)
+    geometry = Geometry.of(problem)
+    row_tiles = cdiv(geometry.rows, TILE)
     programs = max(1, facts.multiprocessors // row_tiles)
     # With a program or more for every item all of them start and end about as many.
-    tuning = overridden(Tuning(fixed_cost=0 if items <= programs else 2), overrides)
+    tuning = overridden(Tuning(fixed_cost=0 if geometry.items <= programs else 2), overrides)
     if problem.num_splits is not None:
         return Work.fixed(problem, problem.num_splits), tuning, row_tiles
     return Work.made_by_each(problem, 2 * BLOCK, programs), tuning, row_tiles

@@ -3,7 +3,7 @@
 # ARGS (more arguments for pytest, e.g. ARGS="-k sink -x").
 VENV ?= .venv
 CONSTRAINTS ?= constraints/all.txt
-EXTRAS ?= torch,jax,test
+EXTRAS ?= torch,jax,models,test
 JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); if [ $$n -gt 8 ]; then n=8; fi; echo $$n)
 ARGS ?=
 BIN := $(VENV)/bin

@@ -111,7 +111,7 @@ def test_requirements_of_the_wheel_are_met(installed: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("package", "foreign"), [("mla_kernels", ("torch", "jax")), ("mla_torch", ("jax",)), ("mla_jax", ("torch",))]
+    ("package", "foreign"), [("mla_kernels", ("torch", "jax")), ("mla_torch", ("jax", "transformers")), ("mla_jax", ("torch",))]
 )
 def test_import_brings_no_other_framework(installed: Path, package: str, foreign: tuple[str, ...]) -> None:
     need(FRAMEWORKS.get(package, "triton"))
@@ -221,6 +221,8 @@ def test_readme_code_runs(installed: Path, number: int) -> None:
     for package, framework in FRAMEWORKS.items():
         if package in code:
             need(framework)
+    if "transformers" in code:
+        need("transformers")
     user_code(installed, code)
 
 
@@ -269,7 +271,9 @@ def test_constraints_meet_the_package_requirements(name: str, python_version: st
                 pins[pin.name] = specifier.version
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras["jax"], *extras["test"], *(extras["torch"] if name == "all" else [])]
+    wanted = [*project["dependencies"], *extras["jax"], *extras["test"]]
+    if name == "all":
+        wanted += [*extras["torch"], *(line for line in extras["models"] if not line.startswith("mla-decode"))]
     for requirement in map(Requirement, wanted):
         if requirement.marker is None or requirement.marker.evaluate(marker_values):
             assert requirement.specifier.contains(pins[requirement.name]), f"{requirement}: {pins[requirement.name]} is pinned"

@@ -148,7 +148,7 @@ def test_registers_of_the_sparse_kernel(call):
     assert "setmaxnreg" not in result.log
     assert result.registers <= 168
     # What is kept across items is spilled; in the products' loops a few words of a pair are.
-    assert result.spill_stores <= 400
+    assert result.spill_stores <= (400 if TILES_CHOSEN_FOR_THIS_TRITON else 480)
     assert max(local_accesses(call, "HGMMA")) <= 24
 
 

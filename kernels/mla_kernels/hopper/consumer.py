@@ -146,6 +146,7 @@ def consumer(
                     end = hi + gl.arange(0, TILE, layout=ROWS_OF_S) * 0
                     if CAUSAL:
                         row = work.tile * TILE + gl.arange(0, TILE, layout=ROWS_OF_S)
+                        # A constant added to the quotients, which have 16 bits, is added in pairs, and ptxas could lose it.
                         end = gl.minimum(end, (length - (S_Q - 1)) + row // H_Q)
                     s = gl.where(gl.expand_dims(key, 0) < gl.expand_dims(end, 1), s, float("-inf"))
                     if start + BLOCK > hi:

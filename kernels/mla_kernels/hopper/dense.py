@@ -8,7 +8,7 @@ from . import sizes
 from .consumer import consumer
 from .parts import Work, new_barriers, new_buffers
 from .producer import producer
-from .schedule import fixed_stretch, stretch, uniform
+from .schedule import fixed_stretch, stretch
 
 CONSUMER_REGISTERS = gl.constexpr(sizes.CONSUMER_REGISTERS)
 PRODUCER_REGISTERS = gl.constexpr(sizes.PRODUCER_REGISTERS)
@@ -58,8 +58,7 @@ def dense_kernel(
     """
     ROWS: gl.constexpr = S_Q * H_Q
     program = gl.program_id(0) // ROW_TILES
-    # A range that the compiler knows would make it divide rows in pairs of 16 bits, and ptxas 13 adds wrongly to such pairs.
-    tile = uniform(gl.program_id(0) % ROW_TILES)
+    tile = gl.program_id(0) % ROW_TILES
     if FIXED_SPLITS:
         first_item, last_item, first_unit, end_unit, first_slot, last_slot = fixed_stretch(
             program, num_splits, lengths_ptr, lengths_ptr, max_tokens, 0, 1, True, False, False, UNIT

@@ -164,9 +164,10 @@ def fixed_stretch(
         QUERIES, HAS_LENGTH, HAS_EXTRA, HAS_EXTRA_LENGTH,
     )  # fmt: skip
     units = item_units(length, extra_length, UNIT)
-    # The ends of the ranges can lie beyond 32 bits, before they are cut to the item.
-    per_split = (units.to(gl.int64) + (num_splits - 1)) // num_splits
-    first_unit = gl.minimum(program % num_splits * per_split, units)
-    end_unit = gl.minimum(first_unit + per_split, units)
+    # By single keys, the ends of the ranges can lie beyond 32 bits before they are cut to the item.
+    wide = units.to(gl.int64) if UNIT == 1 else units
+    per_split = (wide + (num_splits - 1)) // num_splits
+    first_unit = gl.minimum(program % num_splits * per_split, wide)
+    end_unit = gl.minimum(first_unit + per_split, wide)
     slot = gl.where(num_splits > 1, program, -1)
     return item, item, first_unit.to(gl.int32), end_unit.to(gl.int32), slot, slot

@@ -45,10 +45,3 @@ def e4m3_to_bf16(words, scale):
         CODE, CONSTRAINTS, [words, scale], dtype=(gl.int32, gl.int32), is_pure=True, pack=WORDS
     )
     return gl.reshape(gl.join(first, second), [words.shape[0], 2 * words.shape[1]])
-
-
-@gluon.jit
-def e8m0_to_float32(code):
-    """int32 E8M0 codes as fp32: 2 ** (code - 127), and 255 is NaN."""
-    bits = gl.where(code == 0, 0x00400000, code << 23)
-    return gl.where(code == 255, 0x7FC00000, bits).to(gl.float32, bitcast=True)

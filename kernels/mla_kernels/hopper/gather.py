@@ -9,7 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .dequantise import e4m3_to_bf16, e8m0_to_float32
+from ..decode_row import e8m0_to_float32
+from .dequantise import e4m3_to_bf16
 from .gluon_names import aggregate, commit_copies, copy_async, reinterpret, wait_copies
 from .parts import BLOCK, HALF, ROPE, pairs_of
 from .producer import fetch_queries
@@ -169,13 +170,19 @@ def _load_scales(scales, slot, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _copy_left(keys, tile, pair, slot):
-    """Begins to copy the left half of a block, as it is stored, into the front of its tile."""
+def _copy_words(keys, memory, pair, slot, FIRST: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
+    """Begins to copy `COUNT` words of each row from `FIRST` on into shared memory; zero where there is no key."""
+    slot = gl.convert_layout(slot, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
     rows, _ = keys.places(pair, slot)
-    column = gl.arange(0, 64, layout=gl.SliceLayout(0, WORDS_64))
-    words = reinterpret(tile, gl.int32, [BLOCK, HALF // 2], WORD_TILE).slice(0, 64, dim=1)
-    copy_async(words, gl.expand_dims(rows, 1) + gl.expand_dims(column, 0), mask=gl.expand_dims(slot >= 0, 1))
+    column = FIRST + gl.arange(0, COUNT, layout=gl.SliceLayout(0, LAYOUT))
+    copy_async(memory, gl.expand_dims(rows, 1) + gl.expand_dims(column, 0), mask=gl.expand_dims(slot >= 0, 1))
     commit_copies()
+
+
+@gluon.jit
+def _stored_left(tile):
+    """The front of a tile, where the left half of a block lies as it is stored before it is dequantised in place."""
+    return reinterpret(tile, gl.int32, [BLOCK, HALF // 2], WORD_TILE).slice(0, 64, dim=1)
 
 
 @gluon.jit
@@ -237,24 +244,6 @@ def _store(tile, words, scales, SIDE: gl.constexpr, E8M0: gl.constexpr):
 
 
 @gluon.jit
-def _store_left(tile, scales, E8M0: gl.constexpr):
-    """Dequantises the left half of a block, of which the stored words have been copied into its tile, in place."""
-    words = reinterpret(tile, gl.int32, [BLOCK, HALF // 2], WORD_TILE).slice(0, 64, dim=1).load(WORDS_64)
-    _store(tile, words, scales, 0, E8M0)
-
-
-@gluon.jit
-def _copy_rope(keys, tile, pair, slot, ROPE_WORD: gl.constexpr):
-    """Begins to copy the RoPE part of a block into its tile."""
-    slot = gl.convert_layout(slot, ROWS_32, assert_trivial=True)
-    rows, _ = keys.places(pair, slot)
-    column = ROPE_WORD + gl.arange(0, ROPE // 2, layout=gl.SliceLayout(0, WORDS_32))
-    words = reinterpret(tile, gl.int32, [BLOCK, ROPE // 2], WORD_TILE)
-    copy_async(words, gl.expand_dims(rows, 1) + gl.expand_dims(column, 0), mask=gl.expand_dims(slot >= 0, 1))
-    commit_copies()
-
-
-@gluon.jit
 def _fill_right(
     keys, buffers, full, empty, right, scales, parity, pair, slot, zero,
     WHICH: gl.constexpr, E8M0: gl.constexpr, ROPE_WORD: gl.constexpr,
@@ -267,7 +256,8 @@ def _fill_right(
     TILE_INDEX: gl.constexpr = 2 * WHICH + 1
     mbarrier.wait(empty[TILE_INDEX], parity)
     if not E8M0:
-        _copy_rope(keys, buffers.rope.index(zero + WHICH), pair, slot, ROPE_WORD)
+        rope = reinterpret(buffers.rope.index(zero + WHICH), gl.int32, [BLOCK, ROPE // 2], WORD_TILE)
+        _copy_words(keys, rope, pair, slot, ROPE_WORD, ROPE // 2, WORDS_32)
     buffers.valid.index(WHICH).store((slot >= 0).to(gl.int32))
     _store(buffers.k.index(zero + TILE_INDEX), right, scales, 1, E8M0)
     mbarrier.arrive(full[TILE_INDEX])
@@ -275,15 +265,18 @@ def _fill_right(
 
 @gluon.jit
 def _fill_left(buffers, full, scales, zero, WHICH: gl.constexpr, E8M0: gl.constexpr):
+    """Dequantises the left half of a block in place."""
     wait_copies(0)
-    _store_left(buffers.k.index(zero + 2 * WHICH), scales, E8M0)
+    tile = buffers.k.index(zero + 2 * WHICH)
+    _store(tile, _stored_left(tile).load(WORDS_64), scales, 0, E8M0)
     mbarrier.arrive(full[2 * WHICH])
 
 
 @gluon.jit
 def _begin_left(keys, buffers, empty, parity, pair, slot, zero, WHICH: gl.constexpr):
+    """Begins to copy the left half of a block, as it is stored."""
     mbarrier.wait(empty[2 * WHICH], parity)
-    _copy_left(keys, buffers.k.index(zero + 2 * WHICH), pair, slot)
+    _copy_words(keys, _stored_left(buffers.k.index(zero + 2 * WHICH)), pair, slot, 0, 64, WORDS_64)
 
 
 @gluon.jit

@@ -239,9 +239,20 @@ def triton_call(
             return lib.triton_call(*arrays, *runtime, **launch, **more, **constexprs)
         return _bind_aliased(lib, kernel, [*arrays, *runtime], outputs, constexprs, aliases, launch, {**options, **fusion})
 
-    if any(array.dtype in _BYTES for array in arrays):
-        return tuple(_call_on_bytes(call, arrays))
-    return tuple(call(*arrays))
+    if aliases:
+        arrays = _behind_barrier(arrays)
+    results = _call_on_bytes(call, arrays) if any(array.dtype in _BYTES for array in arrays) else call(*arrays)
+    return tuple(_behind_barrier(results) if aliases else results)
+
+
+def _behind_barrier(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """The same arrays, which XLA cannot see through: for those on both sides of a call that updates in place.
+
+    On GPUs the XLA of jax 0.11 and 0.12 fuses a call with the slices that it is given and with the updates of slices that
+    its results go into, as those of a `scan` do.  The fusion no longer says which buffers are shared, and what the kernel
+    does not write is lost.
+    """
+    return jax.lax.optimization_barrier(list(arrays)) if jax.__version_info__ >= (0, 11) else list(arrays)
 
 
 def _describe(lib: ModuleType, array: jax.Array, tile: TileDescriptor) -> Any:

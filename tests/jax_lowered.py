@@ -140,15 +140,21 @@ def _parse(payload: bytes, operation: Any) -> KernelCall:
     )
 
 
+def kernel_operations(module: Any) -> list[Any]:
+    """The custom calls of kernels in a StableHLO module, in order; they do not outlive it."""
+    return [
+        operation
+        for operation in _operations(module.operation)
+        if operation.operation.name == "stablehlo.custom_call" and operation.attributes["call_target_name"].value in TARGETS
+    ]
+
+
 def kernel_calls(lowered: Any) -> list[KernelCall]:
     """The kernel calls of a `jax.stages.Lowered` (for CUDA), in order."""
     calls = []
-    for operation in _operations(lowered.compiler_ir("stablehlo").operation):
-        if operation.operation.name != "stablehlo.custom_call":
-            continue
+    module = lowered.compiler_ir("stablehlo")
+    for operation in kernel_operations(module):
         attributes = operation.attributes
-        if attributes["call_target_name"].value not in TARGETS:
-            continue
         if "mhlo.backend_config" in attributes:
             payload = attributes["mhlo.backend_config"]["opaque"].value_bytes
         else:

@@ -353,6 +353,46 @@ def test_jax_writes_the_same_bytes_in_place(case: WriterCase) -> None:
     np.testing.assert_array_equal(np.asarray(rows).view(np.uint16), to_numpy(same).view(np.uint16))
 
 
+@pytest.mark.parametrize("way", ["layer", "scan", "loop"])
+@pytest.mark.parametrize("case", [case for case in EACH_KIND if case.dtype == "bfloat16"], ids=ids)
+def test_jax_writes_one_layer_of_many(case: WriterCase, way: str) -> None:
+    """Caches of layers in one array: what nobody writes is there in the result, also where XLA knows of the slices."""
+    jax = pytest.importorskip("jax", reason="JAX is not installed")
+    import mla_jax
+    from tests.test_cache import convert
+    from tests.writer_calls import jax_cache, memory_of
+
+    case = replace(case, layout="contiguous", pages=16)
+    tokens = [make_tokens(case, seed) for seed in range(3)]
+    cache = case.cache()
+    cache = replace(cache, buffer=cache.buffer & 0x3F)  # no NaN, whose bits XLA need not keep
+    expected = [memory_of("jax", store(cache, x.slots, encode(case, x))) for x in tokens]
+    kv_cache, options = jax_cache(cache)
+    options |= case.options
+    parts = [jax.numpy.stack([convert("jax", getattr(x, name)) for x in tokens]) for name in ("latent", "rope", "slots")]
+    caches = jax.numpy.stack([kv_cache] * 3)
+
+    def write(kv_cache: Any, *parts: Any) -> Any:
+        return mla_jax.append(kv_cache, *parts, implementation="triton", **options)
+
+    def layer(caches: Any, *parts: Any) -> Any:
+        return [write(caches[i], *(x[i] for x in parts)) for i in range(3)]
+
+    def scan(caches: Any, *parts: Any) -> Any:
+        return jax.lax.scan(lambda _, xs: (None, write(*xs)), None, (caches, *parts))[1]
+
+    def loop(caches: Any, *parts: Any) -> Any:
+        def body(i: Any, caches: Any) -> Any:
+            written = write(caches[i], *(x[i] for x in parts))
+            return jax.lax.dynamic_update_index_in_dim(caches, written, i, 0)
+
+        return jax.lax.fori_loop(0, 3, body, caches)
+
+    found = jax.jit({"layer": layer, "scan": scan, "loop": loop}[way])(caches, *parts)
+    for x, wanted in zip(found, expected, strict=True):
+        assert_same_memory(np.asarray(x).view(np.uint8).reshape(case.pages, -1), wanted)
+
+
 def test_jax_has_no_room_for_a_copy() -> None:
     """A cache of 4 GiB, compiled and not allocated: the compiled step keeps no second one."""
     jax = pytest.importorskip("jax", reason="JAX is not installed")

@@ -17,7 +17,7 @@ import triton.language as tl
 from mla_jax import jax_triton_compat as compat
 from mla_kernels.device import KNOWN_DEVICES, DeviceFacts
 from mla_kernels.launch import Buffer, Launch, Plan
-from tests.jax_lowered import kernel_calls
+from tests.jax_lowered import kernel_calls, kernel_operations
 
 ROOT = Path(__file__).resolve().parent.parent
 JAX_TRITON = compat.version_of("jax-triton")
@@ -205,6 +205,17 @@ def test_call_without_aliases():
     assert call.params == ("pointer", "pointer", "pointer", 1, 100, "pointer", "pointer")
     (aliased,) = kernel_calls(lower_toy())
     assert call.ptx == aliased.ptx
+
+
+@pytest.mark.compile
+@needs_jax_triton
+@pytest.mark.skipif(JAX < (0, 11), reason="XLA before that of jax 0.11 fuses no calls with slices")
+def test_xla_sees_no_slices_around_a_call_that_updates_in_place():
+    module = lower_toy().compiler_ir("stablehlo")
+    (call,) = kernel_operations(module)
+    before = {getattr(operand.owner, "name", "argument") for operand in call.operands}
+    after = {use.owner.operation.name for result in call.results for use in result.uses}
+    assert before == after == {"stablehlo.optimization_barrier"}
 
 
 @pytest.mark.compile

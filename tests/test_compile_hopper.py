@@ -103,8 +103,10 @@ def test_products_run_on_tensor_cores_side_by_side(call):
     code = texts(call)
     loops = innermost_loops(code, "HGMMA")
     products = [sum("HGMMA" in text for text in loop) for loop in loops]
-    # Of a block of 64 keys: QK by columns of 16 into 64 x 64, and P.V of both blocks by keys of 16 into 64 x 256.
-    assert products == [plan(call).problem.d_qk // 16 + 2 * 64 // 16] * 2
+    # Of a block of 64 keys: QK by columns of 16 into 64 x 64, and P.V of both blocks by keys of 16 into 64 x 256, at once or
+    # in two halves.
+    halves = 2 if call in SPARSE_CALLS else 1
+    assert products == [plan(call).problem.d_qk // 16 + halves * 2 * 64 // 16] * 2
     assert "serialized" not in compiled(call).log
 
 
@@ -140,13 +142,13 @@ def test_little_is_spilled_around_the_loops(call):
 
 @pytest.mark.parametrize("call", SPARSE_CALLS)
 def test_registers_of_the_sparse_kernel(call):
-    """The gathering partition takes what the products' can spare: 120 and 192 of a thread."""
+    """The gathering partitions take what the products' can spare: 64 and 192 of a thread."""
     result = compiled(call)
     entries = [int(n) for n in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", result.ptx)]
     assert {sizes.GATHER_REGISTERS, sizes.GATHER_CONSUMER_REGISTERS} <= set(entries)
-    assert 2 * sizes.GATHER_CONSUMER_REGISTERS + sizes.GATHER_REGISTERS <= 504
+    assert 2 * sizes.GATHER_CONSUMER_REGISTERS + 2 * sizes.GATHER_REGISTERS <= 512
     assert "setmaxnreg" not in result.log
-    assert result.registers <= 168
+    assert result.registers <= 128
     # What is kept across items is spilled; in the products' loops a few words of a pair are.
     assert result.spill_stores <= (400 if TILES_CHOSEN_FOR_THIS_TRITON else 480)
     assert max(local_accesses(call, "HGMMA")) <= 24

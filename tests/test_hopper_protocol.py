@@ -21,9 +21,7 @@ from mla_kernels import hopper
 SOURCE = {
     "fetch_queries": "wait q_empty, expect q_full",
     "_fetch_keys": "wait empty[TILE_INDEX], expect barrier",
-    "_fill_right": "wait empty[TILE_INDEX], arrive full[TILE_INDEX]",
-    "_fill_left": "wait_copies 0, arrive full[2 * WHICH]",
-    "_begin_left": "wait empty[2 * WHICH]",
+    "_fill_block": "wait empty[FIRST], arrive full[FIRST], wait empty[SECOND], wait_copies 0, arrive full[SECOND]",
     "consumer": "wait q_full, wait full[3 * OWN], wait full[1 + OWN], wait p_full[0], arrive p_full[OWN], arrive empty[1], "
     "arrive empty[3 * OWN], wait p_full[1], arrive empty[2], arrive total_full[OWN], wait total_full[OTHER], arrive q_empty",
 }
@@ -60,7 +58,7 @@ class Barrier:
 
 
 class Buffer:
-    """Shared memory: its content, and the accesses that are under way."""
+    """Shared memory that one partition fills: its content, and the accesses that are under way."""
 
     def __init__(self) -> None:
         self.content: object = None
@@ -76,6 +74,7 @@ class Buffer:
 
 
 Step = tuple[str, Barrier, int] | None  # a wait under its name, or a point where others may come in between
+Tile = list[Buffer]  # of as many parts as there are partitions that fill it
 
 
 class Model:
@@ -84,16 +83,19 @@ class Model:
     def __init__(self, items: list[int], sparse: bool, has_rope: bool, seed: int, without: str | None = None):
         self.items, self.sparse, self.has_rope, self.without = items, sparse, has_rope, without
         self.random = random.Random(seed)
+        shares = 2 if sparse else 1
         self.q_full, self.q_empty = Barrier(1), Barrier(2)
-        self.full, self.empty, self.p_full, self.total_full = ([Barrier(1) for _ in range(n)] for n in (4, 4, 2, 2))
-        # Stands for the copies of a block, which the threads that began them wait for: its left half, and the RoPE part.
-        self.copies = Barrier(2 if has_rope else 1)
-        self.q, self.k, self.rope, self.top, self.total = ([Buffer() for _ in range(n)] for n in (2, 4, 2, 2, 2))
-        self.valid = [Buffer() for _ in range(2)]
-        self.q_rope = Buffer()
-        self.p = [Buffer(), self.rope[1] if sparse and has_rope else self.q_rope]
-        producer = self.gather() if sparse else self.producer()
-        self.actors = {"producer": producer, "consumer 0": self.consumer(0), "consumer 1": self.consumer(1)}
+        self.full = [Barrier(shares) for _ in range(4)]
+        self.empty, self.p_full, self.total_full = ([Barrier(1) for _ in range(n)] for n in (4, 2, 2))
+        # Stands for the copy of its share of the RoPE part of a block, which the threads that began it wait for.
+        self.copies = [Barrier(1) for _ in range(2)]
+        self.q, self.top, self.total = ([[Buffer()] for _ in range(2)] for _ in range(3))
+        self.k, self.rope, self.valid = ([[Buffer() for _ in range(shares)] for _ in range(n)] for n in (4, 2, 2))
+        self.q_rope = [Buffer()]
+        self.p = [[Buffer()], self.rope[1] if sparse and has_rope else self.q_rope]
+        producers = [self.gather(0), self.gather(1)] if sparse else [self.producer()]
+        self.actors = {f"producer {i}": producer for i, producer in enumerate(producers)}
+        self.actors |= {"consumer 0": self.consumer(0), "consumer 1": self.consumer(1)}
 
     def run(self) -> None:
         waiting: dict[str, Step] = dict.fromkeys(self.actors)
@@ -108,11 +110,12 @@ class Model:
             except StopIteration:
                 del self.actors[name]
                 waiting.pop(name, None)
-        for barrier in (self.q_full, self.q_empty, self.copies, *self.full, *self.empty, *self.p_full, *self.total_full):
+        for barrier in (self.q_full, self.q_empty, *self.copies, *self.full, *self.empty, *self.p_full, *self.total_full):
             assert barrier.missing == barrier.count and not barrier.fetches
 
-    def fetch(self, barrier: Barrier, content: object, buffers: list[Buffer]) -> None:
+    def fetch(self, barrier: Barrier, content: object, tiles: list[Tile]) -> None:
         """Begins to copy some tiles; each may be written from now on, and is there at some time of its own."""
+        buffers = [part for tile in tiles for part in tile]
 
         def transfer(buffer: Buffer) -> Iterator[Step]:
             yield None
@@ -140,67 +143,54 @@ class Model:
                         self.fetch(self.full[tile], pairs_done, [self.k[tile], *rope])
                 pairs_done += 1
 
-    def gather(self) -> Iterator[Step]:
+    def gather(self, share: int) -> Iterator[Step]:
         t = 0
         for item, pairs in enumerate(self.items):
-            if pairs == 0:
+            if share == 0:
                 yield from self.fetch_queries(item)
-            else:
-                yield from self.begin_left(0, t)
-            for pair in range(pairs):
-                yield from self.fill_right(0, t)
-                yield from self.fill_left(0, t)
-                yield from self.begin_left(1, t)
-                if pair == 0:
-                    yield from self.fetch_queries(item)
-                yield from self.fill_right(1, t)
-                yield from self.fill_left(1, t)
-                if pair + 1 < pairs:
-                    yield from self.begin_left(0, t + 1)
+            for _ in range(pairs):
+                for block in range(2):
+                    yield from self.fill_block(block, share, t)
                 t += 1
 
-    def begin_left(self, block: int, t: int) -> Iterator[Step]:
-        """What is stored is copied into the tile that it is decoded into afterwards."""
-        tile = 2 * block
-        yield f"empty {tile}", self.empty[tile], (t & 1) ^ 1
-        self.fetch(self.copies, ("stored", t), [self.k[tile]])
-
-    def fill_right(self, block: int, t: int) -> Iterator[Step]:
-        tile = 2 * block + 1
-        yield f"empty {tile}", self.empty[tile], (t & 1) ^ 1
+    def fill_block(self, block: int, share: int, t: int) -> Iterator[Step]:
+        first, second = 3 * block, 1 + block
+        yield f"empty {first}", self.empty[first], (t & 1) ^ 1
+        yield from self.write([self.valid[block][share]], t)
+        yield from self.write([self.k[first][share]], t)
+        self.full[first].arrive()
+        yield f"empty {second}", self.empty[second], (t & 1) ^ 1
         if self.has_rope:
-            self.fetch(self.copies, t, [self.rope[block]])
-        yield from self.write(self.valid[block], t)
-        yield from self.write(self.k[tile], t)
-        self.full[tile].arrive()
-
-    def fill_left(self, block: int, t: int) -> Iterator[Step]:
-        tile = 2 * block
-        yield "copies", self.copies, block  # a phase for each block: of every pair there are two
-        yield from self.read((self.k[tile], ("stored", t)))
-        yield from self.write(self.k[tile], t)
-        self.full[tile].arrive()
+            self.fetch(self.copies[share], t, [[self.rope[block][share]]])
+        yield from self.write([self.k[second][share]], t)
+        if self.has_rope:
+            yield "copies", self.copies[share], block  # a phase for each block: of every pair there are two
+        self.full[second].arrive()
 
     def fetch_queries(self, item: int) -> Iterator[Step]:
         yield "q_empty", self.q_empty, (item & 1) ^ 1
         self.fetch(self.q_full, ("q", item), self.q + [self.q_rope] * self.has_rope)
 
-    def write(self, buffer: Buffer, content: object) -> Iterator[Step]:
-        buffer.begin_write()
+    def write(self, tile: Tile, content: object) -> Iterator[Step]:
+        for part in tile:
+            part.begin_write()
         yield None
-        buffer.end_write(content)
+        for part in tile:
+            part.end_write(content)
 
-    def begin_reads(self, contents: Sequence[tuple[Buffer, object]]) -> None:
-        for buffer, content in contents:
-            assert not buffer.writers, "read while it is written"
-            assert buffer.content == content, f"found {buffer.content}, expected {content}"
-            buffer.readers += 1
+    def begin_reads(self, contents: Sequence[tuple[Tile, object]]) -> None:
+        for tile, content in contents:
+            for part in tile:
+                assert not part.writers, "read while it is written"
+                assert part.content == content, f"found {part.content}, expected {content}"
+                part.readers += 1
 
-    def end_reads(self, contents: Sequence[tuple[Buffer, object]]) -> None:
-        for buffer, _ in contents:
-            buffer.readers -= 1
+    def end_reads(self, contents: Sequence[tuple[Tile, object]]) -> None:
+        for tile, _ in contents:
+            for part in tile:
+                part.readers -= 1
 
-    def read(self, *contents: tuple[Buffer, object]) -> Iterator[Step]:
+    def read(self, *contents: tuple[Tile, object]) -> Iterator[Step]:
         """A product that is waited for at once, or a load."""
         self.begin_reads(contents)
         yield None
@@ -290,7 +280,7 @@ COMMON_WAITS = ["q_empty", "q_full", "own half", "other half", "P0", "P1", "tota
 WAITS = [(False, True, wait) for wait in ["empty", *COMMON_WAITS]]
 WAITS += [(True, has_rope, f"empty {tile}") for has_rope in (True, False) for tile in range(4)]
 WAITS += [(True, has_rope, wait) for has_rope in (True, False) for wait in COMMON_WAITS]
-WAITS += [(True, has_rope, "copies") for has_rope in (True, False)]
+WAITS += [(True, True, "copies")]
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..softmax import LOWEST
 from .output import write
-from .parts import BLOCK, HALF, O_LAYOUT, PANEL, ROWS_OF_O, ROWS_OF_S, S_LAYOUT, SLACK, TILE, pairs_of
+from .parts import BLOCK, HALF, NARROW_O_LAYOUT, O_LAYOUT, PANEL, ROWS_OF_S, S_LAYOUT, SLACK, TILE, pairs_of
 
 
 @gluon.jit
@@ -65,7 +65,7 @@ SCALE_CODE, SCALE_CONSTRAINTS = map(gl.constexpr, _scale_unless_one(SCALE_PACK.v
 @gluon.jit
 def _rescale(acc, factor):
     """Rows of the output times their factors, which are nearly always 1."""
-    factors, _ = gl.broadcast(gl.expand_dims(gl.convert_layout(factor, ROWS_OF_O), 1), acc)
+    factors, _ = gl.broadcast(gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout)), 1), acc)
     return gl.inline_asm_elementwise(
         SCALE_CODE, SCALE_CONSTRAINTS, [acc, factors], dtype=gl.float32, is_pure=True, pack=SCALE_PACK
     )
@@ -97,7 +97,9 @@ def consumer(
 ):  # fmt: skip
     """One warpgroup: scores block `OWN` of every pair, and adds P.V of both blocks to half `OWN` of the output."""
     OTHER: gl.constexpr = 1 - OWN
-    P_OF_O: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    OUT_LAYOUT: gl.constexpr = NARROW_O_LAYOUT if SPARSE else O_LAYOUT
+    ROWS_OF_O: gl.constexpr = gl.SliceLayout(1, OUT_LAYOUT)
+    P_OF_O: gl.constexpr = gl.DotOperandLayout(0, OUT_LAYOUT, 2)
     DTYPE: gl.constexpr = buffers.q.dtype
     q_full, q_empty, full, empty, p_full, total_full = barriers
     no_scores = gl.zeros([TILE, BLOCK], gl.float32, layout=S_LAYOUT)
@@ -107,7 +109,7 @@ def consumer(
         length, lo, hi, extra_lo, extra_hi = work.keys(item)
         m = gl.full([TILE], LOWEST, gl.float32, layout=ROWS_OF_S)
         l = gl.full([TILE], 0.0, gl.float32, layout=ROWS_OF_S)
-        acc = gl.zeros([TILE, HALF], gl.float32, layout=O_LAYOUT)
+        acc = gl.zeros([TILE, HALF], gl.float32, layout=OUT_LAYOUT)
         mbarrier.wait(q_full, item_parity)
         q_rope = buffers.q_rope
         if not SPARSE:  # P1 lies over it

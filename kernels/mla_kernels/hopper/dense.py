@@ -76,7 +76,7 @@ def dense_kernel(
     DTYPE: gl.constexpr = q_desc.dtype
     LAYOUT: gl.constexpr = q_desc.layout
     buffers = new_buffers(DTYPE, LAYOUT, False)
-    barriers = new_barriers()
+    barriers = new_barriers(1)
     gl.warp_specialize(
         [
             (consumer, (work, buffers, barriers, scale_log2, out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, sink_ptr,

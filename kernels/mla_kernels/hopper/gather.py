@@ -1,7 +1,8 @@
-"""The partition of the sparse kernel that fetches: four warps, which gather fp8 rows by index and dequantise them.
+"""The partitions of the sparse kernel that fetch: two warpgroups, which gather fp8 rows by index and dequantise them.
 
-While one half of a block's columns is dequantised, the other one is under way.  The right half goes through registers; the
-left one is copied, as it is stored, into the tile that it is written to afterwards.
+Each has one half of the keys of every block.  A block is loaded into registers as a whole, as soon as the one before it has
+left them; its rows are fetched into the second-level cache while that one is dequantised.  Of 64 registers of a thread, 32
+hold what is stored; what is loaded and then spilled would be waited for at once.
 """
 
 # Without `from __future__ import annotations`: an aggregate looks at the annotations of its fields.
@@ -15,33 +16,33 @@ from .gluon_names import aggregate, commit_copies, copy_async, reinterpret, wait
 from .parts import BLOCK, HALF, ROPE, pairs_of
 from .producer import fetch_queries
 
-# Lanes: four read 64 bytes of a row, which become a row of a panel in shared memory.  Eight, which write at once, have two
-# rows, whose swizzles differ in the lowest bit: so they write to all banks.
-_ROWS_OF_WARPS = [[4, 0], [8, 0]]
+LAST_WORD = gl.constexpr(656 // 4 - 1)  # of a V3.2 row
+SHARE = gl.constexpr(BLOCK.value // 2)  # keys of a block that one warpgroup gathers
+
+# Lanes: eight, which are served at once, read 128 bytes of a row.
+_ROWS_OF_LANES, _ROWS_OF_WARPS = [[1, 0], [2, 0]], [[4, 0], [8, 0]]
 WORDS_64 = gl.constexpr(
     gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 32], [16, 0], [32, 0]], [[0, 4], [0, 8], [1, 0], [0, 16], [2, 0]], _ROWS_OF_WARPS, [], [64, 64]
+        [[0, 1], [0, 2], [0, 32], [16, 0]], [[0, 4], [0, 8], [0, 16], *_ROWS_OF_LANES], _ROWS_OF_WARPS, [], [32, 64]
     )
 )
 WORDS_32 = gl.constexpr(
     gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [16, 0], [32, 0]], [[0, 4], [0, 8], [1, 0], [0, 16], [2, 0]], _ROWS_OF_WARPS, [], [64, 32]
+        [[0, 1], [0, 2], [16, 0]], [[0, 4], [0, 8], [0, 16], *_ROWS_OF_LANES], _ROWS_OF_WARPS, [], [32, 32]
     )
 )
 WORDS_16 = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [32, 0]], [[0, 4], [0, 8], [1, 0], [16, 0], [2, 0]], _ROWS_OF_WARPS, [], [64, 16]
-    )
+    gl.DistributedLinearLayout([[0, 1], [0, 2]], [[0, 4], [0, 8], [16, 0], *_ROWS_OF_LANES], _ROWS_OF_WARPS, [], [32, 16])
 )
 # The scales of a row, in each of its lanes.
-_LANES_OF_ROWS = [[0, 0], [0, 0], [1, 0], [0, 0], [2, 0]]
-SCALES_4 = gl.constexpr(
-    gl.DistributedLinearLayout([[0, 1], [0, 2], [16, 0], [32, 0]], _LANES_OF_ROWS, _ROWS_OF_WARPS, [], [64, 4])
+_LANES_OF_ROWS = [[0, 0], [0, 0], [0, 0], *_ROWS_OF_LANES]
+SCALES_4 = gl.constexpr(gl.DistributedLinearLayout([[0, 1], [0, 2], [16, 0]], _LANES_OF_ROWS, _ROWS_OF_WARPS, [], [32, 4]))
+SCALES_2 = gl.constexpr(gl.DistributedLinearLayout([[0, 1], [16, 0]], _LANES_OF_ROWS, _ROWS_OF_WARPS, [], [32, 2]))
+# A line of 128 bytes of a row in each of its lanes.
+LINES = gl.constexpr(
+    gl.DistributedLinearLayout([[16, 0]], [[0, 1], [0, 2], [0, 4], *_ROWS_OF_LANES], _ROWS_OF_WARPS, [], [32, 8])
 )
-SCALES_2 = gl.constexpr(gl.DistributedLinearLayout([[0, 1], [16, 0], [32, 0]], _LANES_OF_ROWS, _ROWS_OF_WARPS, [], [64, 2]))
 ROWS_64 = gl.constexpr(gl.SliceLayout(1, WORDS_64.value))
-ROWS_32 = gl.constexpr(gl.SliceLayout(1, WORDS_32.value))
-ROWS_16 = gl.constexpr(gl.SliceLayout(1, WORDS_16.value))
 WORD_TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
 
 
@@ -119,8 +120,8 @@ class Selection:
         return pair >= pairs_of(self.hi - self.lo)
 
     @gluon.jit
-    def load_indices(self, pair, WHICH: gl.constexpr, LAYOUT: gl.constexpr):
-        """The indices of a block, -1 behind the end."""
+    def load_indices(self, pair, WHICH: gl.constexpr, SHARE_INDEX: gl.constexpr):
+        """The indices of this share of a block, -1 behind the end."""
         start = self.lo + pair * (2 * BLOCK)
         end = self.hi
         indices = self.indices
@@ -130,7 +131,7 @@ class Selection:
             start = gl.where(extra, extra_start, start)
             end = gl.where(extra, self.extra_hi, end)
             indices = gl.where(extra, self.extra_indices, indices)
-        t = start + WHICH * BLOCK + gl.arange(0, BLOCK, layout=LAYOUT)
+        t = start + (WHICH * BLOCK + SHARE_INDEX * SHARE) + gl.arange(0, SHARE, layout=ROWS_64)
         return gl.load(indices + t, mask=t < end, other=-1)
 
     @gluon.jit
@@ -156,135 +157,149 @@ class Selection:
 @gluon.jit
 def _load_words(rows, slot, FIRST: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
     """`COUNT` words of each row from `FIRST` on; zero where there is no key."""
+    rows = gl.convert_layout(rows, gl.SliceLayout(1, LAYOUT))
+    slot = gl.convert_layout(slot, gl.SliceLayout(1, LAYOUT))
     column = FIRST + gl.arange(0, COUNT, layout=gl.SliceLayout(0, LAYOUT))
     return gl.load(gl.expand_dims(rows, 1) + gl.expand_dims(column, 0), mask=gl.expand_dims(slot >= 0, 1), other=0)
 
 
 @gluon.jit
-def _load_scales(scales, slot, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
-    """`COUNT` words for each row."""
-    return _load_words(
-        gl.convert_layout(scales, gl.SliceLayout(1, LAYOUT), assert_trivial=True),
-        gl.convert_layout(slot, gl.SliceLayout(1, LAYOUT), assert_trivial=True), 0, COUNT, LAYOUT,
-    )  # fmt: skip
+def _load_block(keys, pair, slot, E8M0: gl.constexpr, ROPE_WORD: gl.constexpr):
+    """The halves of the columns of a block as they are stored, and the words of their scales.
 
-
-@gluon.jit
-def _copy_words(keys, memory, pair, slot, FIRST: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
-    """Begins to copy `COUNT` words of each row from `FIRST` on into shared memory; zero where there is no key."""
-    slot = gl.convert_layout(slot, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
-    rows, _ = keys.places(pair, slot)
-    column = FIRST + gl.arange(0, COUNT, layout=gl.SliceLayout(0, LAYOUT))
-    copy_async(memory, gl.expand_dims(rows, 1) + gl.expand_dims(column, 0), mask=gl.expand_dims(slot >= 0, 1))
-    commit_copies()
-
-
-@gluon.jit
-def _stored_left(tile):
-    """The front of a tile, where the left half of a block lies as it is stored before it is dequantised in place."""
-    return reinterpret(tile, gl.int32, [BLOCK, HALF // 2], WORD_TILE).slice(0, 64, dim=1)
-
-
-@gluon.jit
-def _load_right(keys, pair, slot, E8M0: gl.constexpr, ROPE_WORD: gl.constexpr):
-    """The right half of a block as it is stored, and the words of the scales of both.
-
-    That of MODEL1 has three tiles of values, here 32 and 16 words, and the RoPE part.
+    The right half of MODEL1 has three tiles of values, here 32 and 16 words, and the RoPE part.
     """
     rows, scales = keys.places(pair, slot)
+    left = _load_words(rows, slot, 0, 64, WORDS_64)
     if E8M0:
-        rows_32 = gl.convert_layout(rows, ROWS_32, assert_trivial=True)
-        slot_32 = gl.convert_layout(slot, ROWS_32, assert_trivial=True)
         right = (
-            _load_words(rows_32, slot_32, 64, 32, WORDS_32),
-            _load_words(gl.convert_layout(rows, ROWS_16), gl.convert_layout(slot, ROWS_16), 96, 16, WORDS_16),
-            _load_words(rows_32, slot_32, ROPE_WORD, 32, WORDS_32),
+            _load_words(rows, slot, 64, 32, WORDS_32),
+            _load_words(rows, slot, 96, 16, WORDS_16),
+            _load_words(rows, slot, ROPE_WORD, ROPE // 2, WORDS_32),
         )
-        block_scales = _load_scales(scales, slot, 2, SCALES_2)
+        block_scales = _load_words(scales, slot, 0, 2, SCALES_2)
     else:
         right = _load_words(rows, slot, 64, 64, WORDS_64)
-        block_scales = _load_scales(scales, slot, 4, SCALES_4)
-    return right, block_scales
+        block_scales = _load_words(scales, slot, 0, 4, SCALES_4)
+    return left, right, block_scales
 
 
 @gluon.jit
 def _tile_scales(codes, LAYOUT: gl.constexpr, COUNT: gl.constexpr, FIRST: gl.constexpr):
-    """fp32 [64, COUNT]: scales of words, 16 of which share a byte of `codes`, from byte `FIRST` on."""
+    """fp32 [keys, COUNT]: scales of words, 16 of which share a byte of `codes`, from byte `FIRST` on."""
+    codes = gl.convert_layout(codes, gl.SliceLayout(1, LAYOUT))
     tile = FIRST + gl.arange(0, COUNT, layout=gl.SliceLayout(0, LAYOUT)) // 16
     return e8m0_to_float32((gl.expand_dims(codes, 1) >> gl.expand_dims(8 * tile, 0)) & 0xFF)
 
 
 @gluon.jit
-def _column(words, WHICH: gl.constexpr, LAYOUT: gl.constexpr):
+def _column(words, WHICH: gl.constexpr):
     """One of two columns."""
     first, second = gl.split(words)
-    return gl.convert_layout(first if WHICH == 0 else second, LAYOUT, assert_trivial=True)
+    return first if WHICH == 0 else second
 
 
 @gluon.jit
-def _store(tile, words, scales, SIDE: gl.constexpr, E8M0: gl.constexpr):
-    """Dequantises half of a block into its tile in shared memory."""
-    all_words = reinterpret(tile, gl.int32, [BLOCK, HALF // 2], WORD_TILE)
+def _words_of(tile, COLUMNS: gl.constexpr, SHARE_INDEX: gl.constexpr):
+    """This share of a tile of 64 keys, as words."""
+    return reinterpret(tile, gl.int32, [BLOCK, COLUMNS], WORD_TILE).slice(SHARE_INDEX * SHARE, SHARE, dim=0)
+
+
+@gluon.jit
+def _store_half(tile, block, SIDE: gl.constexpr, E8M0: gl.constexpr, SHARE_INDEX: gl.constexpr):
+    """Dequantises half of the columns of a block into their tile in shared memory."""
+    left, right, scales = block
+    words = _words_of(tile, HALF // 2, SHARE_INDEX)
     if not E8M0:
-        even, odd = gl.split(gl.reshape(scales, [BLOCK, 2, 2]))
-        low = gl.expand_dims(_column(even, SIDE, ROWS_64).to(gl.float32, bitcast=True), 1)
-        high = gl.expand_dims(_column(odd, SIDE, ROWS_64).to(gl.float32, bitcast=True), 1)
+        even, odd = gl.split(gl.reshape(scales, [SHARE, 2, 2]))
+        low = gl.convert_layout(_column(even, SIDE).to(gl.float32, bitcast=True), ROWS_64)
+        high = gl.convert_layout(_column(odd, SIDE).to(gl.float32, bitcast=True), ROWS_64)
         column = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, WORDS_64)), 0)
-        all_words.store(e4m3_to_bf16(words, gl.where(column < 32, low, high)))
+        scale = gl.where(column < 32, gl.expand_dims(low, 1), gl.expand_dims(high, 1))
+        words.store(e4m3_to_bf16(left if SIDE == 0 else right, scale))
     elif SIDE == 0:
-        codes = _column(scales, 0, ROWS_64)
-        all_words.store(e4m3_to_bf16(words, _tile_scales(codes, WORDS_64, 64, 0)))
+        words.store(e4m3_to_bf16(left, _tile_scales(_column(scales, 0), WORDS_64, 64, 0)))
     else:
-        first_words, last_words, rope = words
-        codes = _column(scales, 1, ROWS_32)
-        last_codes = gl.convert_layout(codes, ROWS_16)
-        all_words.slice(0, 64, dim=1).store(e4m3_to_bf16(first_words, _tile_scales(codes, WORDS_32, 32, 0)))
-        all_words.slice(64, 32, dim=1).store(e4m3_to_bf16(last_words, _tile_scales(last_codes, WORDS_16, 16, 2)))
-        all_words.slice(96, 32, dim=1).store(rope)
+        first, last, rope = right
+        codes = _column(scales, 1)
+        words.slice(0, 64, dim=1).store(e4m3_to_bf16(first, _tile_scales(codes, WORDS_32, 32, 0)))
+        words.slice(64, 32, dim=1).store(e4m3_to_bf16(last, _tile_scales(codes, WORDS_16, 16, 2)))
+        words.slice(96, 32, dim=1).store(rope)
 
 
 @gluon.jit
-def _fill_right(
-    keys, buffers, full, empty, right, scales, parity, pair, slot, zero,
-    WHICH: gl.constexpr, E8M0: gl.constexpr, ROPE_WORD: gl.constexpr,
+def _copy_rope(keys, tile, pair, slot, ROPE_WORD: gl.constexpr, SHARE_INDEX: gl.constexpr):
+    """Begins to copy the RoPE part of a block into its tile; zero where there is no key."""
+    slot = gl.convert_layout(slot, gl.SliceLayout(1, WORDS_32))
+    rows, _ = keys.places(pair, slot)
+    column = ROPE_WORD + gl.arange(0, ROPE // 2, layout=gl.SliceLayout(0, WORDS_32))
+    words = _words_of(tile, ROPE // 2, SHARE_INDEX)
+    copy_async(words, gl.expand_dims(rows, 1) + gl.expand_dims(column, 0), mask=gl.expand_dims(slot >= 0, 1))
+    commit_copies()
+
+
+PREFETCH = gl.constexpr("{ .reg .pred wanted; setp.ne.b32 wanted, $2, 0; mov.b32 $0, 0; @wanted prefetch.global.L2 [$1]; }")
+
+
+@gluon.jit
+def _prefetch(keys, pair, slot, E8M0: gl.constexpr):
+    """Begins to fetch the rows of a block into the second-level cache: each lane of a row a line of it, or of its scales."""
+    rows, scales = keys.places(pair, slot)
+    line = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, LINES)), 0)
+    rows = gl.expand_dims(gl.convert_layout(rows, gl.SliceLayout(1, LINES)), 1)
+    scales = gl.expand_dims(gl.convert_layout(scales, gl.SliceLayout(1, LINES)), 1)
+    wanted = gl.expand_dims(gl.convert_layout(slot, gl.SliceLayout(1, LINES)) >= 0, 1)
+    if E8M0:  # five lines
+        words = gl.where(line == 5, scales, rows + 32 * line)
+        wanted = wanted & (line < 6)
+    else:  # six, or seven where a row does not begin with one
+        words = rows + gl.minimum(32 * line, LAST_WORD)
+        wanted = wanted & (line < 7)
+    words, wanted = gl.broadcast(words, wanted)
+    gl.inline_asm_elementwise(
+        PREFETCH, "=r,l,r", [words.to(gl.int64), wanted.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _fill_block(
+    keys, buffers, full, empty, block, parity, pair, slot, index, zero,
+    WHICH: gl.constexpr, E8M0: gl.constexpr, ROPE_WORD: gl.constexpr, SHARE_INDEX: gl.constexpr,
 ):  # fmt: skip
-    """Writes the right half of a block, says which keys there are, and begins to copy the RoPE part.
+    """Writes a block to shared memory, the half of its columns that is given back first before the other; loads the next.
 
-    The latter is there with the left half.  P1 lies over that of block 1 until tile 2, which its left half has been copied
-    to already, is empty.
+    The RoPE part comes with the second half: over that of block 1 lies P1 until its second half is empty.  Returns the slots
+    of the next block, what is loaded of it, and the indices of the one after it.
     """
-    TILE_INDEX: gl.constexpr = 2 * WHICH + 1
-    mbarrier.wait(empty[TILE_INDEX], parity)
+    FIRST: gl.constexpr = 3 * WHICH
+    SECOND: gl.constexpr = 1 + WHICH
+    next_pair = pair + WHICH
+    mbarrier.wait(empty[FIRST], parity)
+    buffers.valid.index(WHICH).slice(SHARE_INDEX * SHARE, SHARE).store((slot >= 0).to(gl.int32))
+    _store_half(buffers.k.index(zero + FIRST), block, WHICH, E8M0, SHARE_INDEX)
+    mbarrier.arrive(full[FIRST])
+    next_slot = keys.slots(next_pair, index)
+    _prefetch(keys, next_pair, next_slot, E8M0)
+    mbarrier.wait(empty[SECOND], parity)
     if not E8M0:
-        rope = reinterpret(buffers.rope.index(zero + WHICH), gl.int32, [BLOCK, ROPE // 2], WORD_TILE)
-        _copy_words(keys, rope, pair, slot, ROPE_WORD, ROPE // 2, WORDS_32)
-    buffers.valid.index(WHICH).store((slot >= 0).to(gl.int32))
-    _store(buffers.k.index(zero + TILE_INDEX), right, scales, 1, E8M0)
-    mbarrier.arrive(full[TILE_INDEX])
-
-
-@gluon.jit
-def _fill_left(buffers, full, scales, zero, WHICH: gl.constexpr, E8M0: gl.constexpr):
-    """Dequantises the left half of a block in place."""
-    wait_copies(0)
-    tile = buffers.k.index(zero + 2 * WHICH)
-    _store(tile, _stored_left(tile).load(WORDS_64), scales, 0, E8M0)
-    mbarrier.arrive(full[2 * WHICH])
-
-
-@gluon.jit
-def _begin_left(keys, buffers, empty, parity, pair, slot, zero, WHICH: gl.constexpr):
-    """Begins to copy the left half of a block, as it is stored."""
-    mbarrier.wait(empty[2 * WHICH], parity)
-    _copy_words(keys, _stored_left(buffers.k.index(zero + 2 * WHICH)), pair, slot, 0, 64, WORDS_64)
+        _copy_rope(keys, buffers.rope.index(zero + WHICH), pair, slot, ROPE_WORD, SHARE_INDEX)
+    _store_half(buffers.k.index(zero + SECOND), block, 1 - WHICH, E8M0, SHARE_INDEX)
+    if not E8M0:
+        wait_copies(0)
+    mbarrier.arrive(full[SECOND])
+    next_block = _load_block(keys, next_pair, next_slot, E8M0, ROPE_WORD)
+    # Together with what is waited for next, and no sooner: they would be spilled, and so be waited for at once.
+    index = keys.load_indices(pair + 1, WHICH, SHARE_INDEX)
+    return next_slot, next_block, index
 
 
 @gluon.jit
 def gather(
     work, buffers, barriers, q_desc, cache, extra, indices_ptr, extra_indices_ptr, stride_b, stride_s, extra_stride_b,
     extra_stride_s, ROWS: gl.constexpr, HAS_ROPE: gl.constexpr, E8M0: gl.constexpr, ROPE_WORD: gl.constexpr,
+    SHARE_INDEX: gl.constexpr,
 ):  # fmt: skip
-    """Fetches the queries of every item, and gathers and dequantises the keys of every pair."""
+    """Gathers and dequantises one share of the keys of every block; the first one also fetches the queries of every item."""
     q_full, q_empty, full, empty, _p_full, _total_full = barriers
     pairs_done = 0
     for item in range(work.first_item, work.last_item + 1):
@@ -297,31 +312,17 @@ def gather(
             lo, hi, extra_lo, extra_hi, cache, extra, work.HAS_EXTRA,
         )  # fmt: skip
         pairs = keys.pairs()
-        slot = keys.slots(0, keys.load_indices(0, 0, ROWS_64))
-        right, scales = _load_right(keys, 0, slot, E8M0, ROPE_WORD)
-        # Indices come a block ahead of the keys, with those that are waited for together with them.
-        index = keys.load_indices(0, 1, ROWS_64)
-        if pairs == 0:
+        slot = keys.slots(0, keys.load_indices(0, 0, SHARE_INDEX))
+        block = _load_block(keys, 0, slot, E8M0, ROPE_WORD)
+        index = keys.load_indices(0, 1, SHARE_INDEX)
+        if SHARE_INDEX == 0:
             fetch_queries(work, buffers, q_full, q_empty, q_desc, item, ROWS, HAS_ROPE)
-        else:
-            _begin_left(keys, buffers, empty, (pairs_done & 1) ^ 1, 0, slot, 0, 0)
         for pair in range(pairs):
             parity = (pairs_done & 1) ^ 1
             # Zero, which the compiler does not know: it would keep the addresses of all tiles in registers it does not have.
             zero = pair >> 30
-            _fill_right(keys, buffers, full, empty, right, scales, parity, pair, slot, zero, 0, E8M0, ROPE_WORD)
-            slot = keys.slots(pair, index)
-            right, other_scales = _load_right(keys, pair, slot, E8M0, ROPE_WORD)
-            index = keys.load_indices(pair + 1, 0, ROWS_64)
-            _fill_left(buffers, full, scales, zero, 0, E8M0)
-            _begin_left(keys, buffers, empty, parity, pair, slot, zero, 1)
-            if pair == 0:  # what the first products of block 0 wait for comes first
-                fetch_queries(work, buffers, q_full, q_empty, q_desc, item, ROWS, HAS_ROPE)
-            _fill_right(keys, buffers, full, empty, right, other_scales, parity, pair, slot, zero, 1, E8M0, ROPE_WORD)
-            slot = keys.slots(pair + 1, index)
-            right, scales = _load_right(keys, pair + 1, slot, E8M0, ROPE_WORD)
-            index = keys.load_indices(pair + 1, 1, ROWS_64)
-            _fill_left(buffers, full, other_scales, zero, 1, E8M0)
-            if pair + 1 < pairs:
-                _begin_left(keys, buffers, empty, parity ^ 1, pair + 1, slot, zero, 0)
+            for which in gl.static_range(2):
+                slot, block, index = _fill_block(
+                    keys, buffers, full, empty, block, parity, pair, slot, index, zero, which, E8M0, ROPE_WORD, SHARE_INDEX
+                )
             pairs_done += 1

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..softmax import LN2, row_coordinates, sink_factor
-from .parts import HALF, O_LAYOUT, ROWS_OF_O, TILE
+from .parts import HALF, TILE
 
 
 @gluon.jit
@@ -14,7 +14,8 @@ def write(
     OUT_STRIDE_B: gl.constexpr, OUT_STRIDE_S: gl.constexpr, OUT_STRIDE_H: gl.constexpr, HALF_INDEX: gl.constexpr,
 ):  # fmt: skip
     """Writes one half of the columns of an item, and with half 0 its log-sum-exp."""
-    row = work.tile * TILE + gl.arange(0, TILE, layout=ROWS_OF_O)
+    O_LAYOUT: gl.constexpr = acc.type.layout
+    row = work.tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, O_LAYOUT))
     row_ok = row < ROWS
     mask = gl.expand_dims(row_ok, 1)
     col = gl.expand_dims(HALF_INDEX * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, O_LAYOUT)), 0)

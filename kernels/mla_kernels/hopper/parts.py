@@ -19,8 +19,9 @@ PANEL = gl.constexpr(sizes.PANEL)
 
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 O_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
+# The same by products of half the width: of a thread block of 512 threads ptxas refuses wider ones.
+NARROW_O_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 ROWS_OF_S = gl.constexpr(gl.SliceLayout(1, S_LAYOUT.value))
-ROWS_OF_O = gl.constexpr(gl.SliceLayout(1, O_LAYOUT.value))
 
 
 @gluon.jit
@@ -156,12 +157,15 @@ def new_barrier(COUNT: gl.constexpr):
 
 
 @gluon.jit
-def new_barriers():
-    """Of the queries: full, empty; of the halves of the blocks: full, empty; then that P, and that the sums are there."""
+def new_barriers(PRODUCERS: gl.constexpr):
+    """Of the queries: full, empty; of the halves of the blocks: full, empty; then that P, and that the sums are there.
+
+    A half is full when so many partitions have filled their share of it.
+    """
     return (
         new_barrier(1),
         new_barrier(2),
-        (new_barrier(1), new_barrier(1), new_barrier(1), new_barrier(1)),
+        (new_barrier(PRODUCERS), new_barrier(PRODUCERS), new_barrier(PRODUCERS), new_barrier(PRODUCERS)),
         (new_barrier(1), new_barrier(1), new_barrier(1), new_barrier(1)),
         (new_barrier(1), new_barrier(1)),
         (new_barrier(1), new_barrier(1)),

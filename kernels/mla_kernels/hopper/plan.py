@@ -292,4 +292,4 @@ def plan_sparse(problem: Problem, facts: DeviceFacts, overrides: dict[str, int] 
         num_warps=WARPS,
         num_stages=1,
     )
-    return _plan(problem, facts, attend, work, tuning, row_tiles, f"{WARPS} + {WARPS} + {WARPS}")
+    return _plan(problem, facts, attend, work, tuning, row_tiles, f"{WARPS} + {WARPS} + {WARPS} + {WARPS}")

@@ -1,4 +1,4 @@
-"""Sparse attention over fp8 caches on Hopper: two warpgroups that multiply, and one that gathers and dequantises for them."""
+"""Sparse attention over fp8 caches on Hopper: two warpgroups that multiply, and two that gather and dequantise for them."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -12,6 +12,7 @@ from .schedule import fixed_stretch, stretch, uniform
 
 CONSUMER_REGISTERS = gl.constexpr(sizes.GATHER_CONSUMER_REGISTERS)
 PRODUCER_REGISTERS = gl.constexpr(sizes.GATHER_REGISTERS)
+GATHERERS = gl.constexpr(2)
 
 
 @gluon.jit(
@@ -111,7 +112,7 @@ def sparse_kernel(
     DTYPE: gl.constexpr = q_desc.dtype
     LAYOUT: gl.constexpr = q_desc.layout
     buffers = new_buffers(DTYPE, LAYOUT, HAS_ROPE)
-    barriers = new_barriers()
+    barriers = new_barriers(GATHERERS)
     gl.warp_specialize(
         [
             (consumer, (work, buffers, barriers, scale_log2, out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, sink_ptr,
@@ -119,8 +120,10 @@ def sparse_kernel(
             (consumer, (work, buffers, barriers, scale_log2, out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, sink_ptr,
                         S_Q, H_Q, H_Q, True, False, HAS_SINK, HAS_ROPE, OUT_STRIDE_B, OUT_STRIDE_S, OUT_STRIDE_H, 1)),
             (gather, (work, buffers, barriers, q_desc, cache, extra, table_ptr, extra_table_ptr, table_stride_b, table_stride_s,
-                      extra_table_stride_b, extra_table_stride_s, H_Q, HAS_ROPE, SCALE_E8M0, ROPE_OFFSET // 4)),
+                      extra_table_stride_b, extra_table_stride_s, H_Q, HAS_ROPE, SCALE_E8M0, ROPE_OFFSET // 4, 0)),
+            (gather, (work, buffers, barriers, q_desc, cache, extra, table_ptr, extra_table_ptr, table_stride_b, table_stride_s,
+                      extra_table_stride_b, extra_table_stride_s, H_Q, HAS_ROPE, SCALE_E8M0, ROPE_OFFSET // 4, 1)),
         ],
-        [4, 4],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],  # the first partition gets what is left, as the second
+        [4, 4, 4],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],  # the first partition gets what is left, as the second
     )  # fmt: skip

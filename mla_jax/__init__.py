@@ -12,6 +12,7 @@ from .cache import dequantize_cache, quantize_cache
 from .cache_ops import append, copy_pages, read
 from .device import device_facts
 from .reference import decode_reference
+from .slots import token_slots
 
 __all__ = [
     "append",
@@ -23,4 +24,5 @@ __all__ = [
     "explain",
     "quantize_cache",
     "read",
+    "token_slots",
 ]

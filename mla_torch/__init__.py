@@ -11,6 +11,7 @@ from .api import decode, explain
 from .cache import dequantize_cache, quantize_cache
 from .cache_ops import append, copy_pages, read
 from .reference import decode_reference
+from .slots import token_slots
 
 __all__ = [
     "append",
@@ -21,4 +22,5 @@ __all__ = [
     "explain",
     "quantize_cache",
     "read",
+    "token_slots",
 ]

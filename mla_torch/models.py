@@ -28,6 +28,7 @@ except ModuleNotFoundError as error:
 from .api import decode
 from .cache_ops import append
 from .reference import decode_reference
+from .slots import token_slots
 
 __all__ = ["NAME", "PagedCache", "attention"]
 
@@ -127,9 +128,8 @@ class _Requests:
         self.block_table, self.lengths = self.block_table.to(device), self.lengths.to(device)
         if mask is None:
             mask = torch.ones((len(self.lengths), count), dtype=torch.bool, device=device)
-        position = self.lengths[:, None] + mask.cumsum(1) - 1  # int64
-        page = self.block_table.long().gather(1, position.clamp(min=0) // self.page_size)
-        self.slots = (page * self.page_size + position % self.page_size).masked_fill(~mask, -1).flatten()
+        positions = (self.lengths[:, None] + mask.cumsum(1) - 1).masked_fill(~mask, -1)
+        self.slots = token_slots(self.block_table, positions, self.page_size).flatten()
         self.lengths = (self.lengths + mask.sum(1)).to(torch.int32)
         self.seen += count
 

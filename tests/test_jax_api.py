@@ -802,6 +802,6 @@ def test_threads_with_a_large_cache():
 
 
 def test_public_names():
-    for name in ("decode", "explain", "device_facts", "quantize_cache", "dequantize_cache", "decode_reference"):
+    for name in ("decode", "explain", "device_facts", "quantize_cache", "dequantize_cache", "decode_reference", "token_slots"):
         assert name in mla_jax.__all__
         assert callable(getattr(mla_jax, name))

@@ -1,4 +1,4 @@
-"""What one call of `append`, `read` or `copy_pages` is, checked before anything is launched."""
+"""What one call of `append`, `read`, `copy_pages` or `token_slots` is, checked before anything is launched."""
 
 from __future__ import annotations
 
@@ -224,3 +224,22 @@ def make_copy_pages(
     n = _index_vector("source_pages", source_pages)
     _index_vector("target_pages", target_pages, n)
     return CopyPages(cache, n, cache.format.token_bytes or d_qk, (source_pages.dtype, target_pages.dtype))
+
+
+def check_token_slots(block_table: TensorSpec, positions: TensorSpec, page_size: int) -> int:
+    """Checks a call of `token_slots`.
+
+    Returns:
+      The last page of which int32 holds every slot.
+
+    Raises:
+      ValueError: a wrong shape, dtype or number; the message names the argument.
+    """
+    ok = block_table.dtype == "int32" and len(block_table.shape) == 2
+    expect(ok, "block_table", "int32 of shape [b, max_pages]", block_table)
+    b = block_table.shape[0]
+    ok = positions.dtype in INDEX_DTYPES and positions.shape[:1] == (b,)
+    expect(ok, "positions", f"{' or '.join(INDEX_DTYPES)} of shape [b={b}, ...]", positions)
+    positive_int("page_size", page_size)
+    expect(page_size <= INT32_MAX, "page_size", "at most 2**31 - 1", page_size)
+    return (INT32_MAX + 1) // page_size - 1

@@ -10,10 +10,7 @@ state donated, and lengths are data: requests that grow, end or differ in length
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
-import json
-import math
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -27,75 +24,13 @@ from jax import lax
 
 import mla_jax
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # examples know one another, run by path or imported
+
+from examples.deepseek_config import Config, random_weights, rope_frequencies
+
 Params = dict[str, Any]
+Rope = tuple[jax.Array, jax.Array]
 Caches = tuple[jax.Array, ...]  # of each layer [pages, page_size, 1, 576], or uint8 [pages, page_size, 1, 656] for v32_fp8
-
-
-@dataclasses.dataclass(frozen=True)
-class Yarn:
-    """How RoPE was stretched to a longer context; the names are those of config.json."""
-
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float = 0.0
-    mscale_all_dim: float = 0.0
-
-    def magnitude(self, mscale: float) -> float:
-        return 0.1 * mscale * math.log(self.factor) + 1 if self.factor > 1 else 1.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """A model; the names are those of config.json, the defaults a small one with DeepSeek-V3's attention geometry."""
-
-    vocab_size: int = 512
-    hidden_size: int = 256
-    intermediate_size: int = 512
-    moe_intermediate_size: int = 128
-    num_hidden_layers: int = 3
-    first_k_dense_replace: int = 1
-    num_attention_heads: int = 8
-    q_lora_rank: int | None = 192
-    kv_lora_rank: int = 512
-    qk_nope_head_dim: int = 128
-    qk_rope_head_dim: int = 64
-    v_head_dim: int = 128
-    n_routed_experts: int = 8
-    n_shared_experts: int = 1
-    num_experts_per_tok: int = 3
-    n_group: int = 4
-    topk_group: int = 2
-    norm_topk_prob: bool = True
-    routed_scaling_factor: float = 2.5
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    yarn: Yarn | None = None
-    implementation: str | None = None  # of mla_jax.decode and append; None takes the best one for the device
-
-    @property
-    def softmax_scale(self) -> float:
-        stretch = self.yarn.magnitude(self.yarn.mscale_all_dim) if self.yarn and self.yarn.mscale_all_dim else 1.0
-        return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5 * stretch**2
-
-    @classmethod
-    def from_json(cls, path: Path) -> Config:
-        """Reads config.json.  Raises NotImplementedError where it describes a model of another kind."""
-        found = json.loads(path.read_text())
-        wanted = {"model_type": "deepseek_v3", "hidden_act": "silu", "rope_interleave": True, "scoring_func": "sigmoid"}
-        for name, value in {**wanted, "quantization_config": None}.items():
-            if found.get(name, value) != value:
-                raise NotImplementedError(f"{path}: {name} is {found[name]!r}, and this example knows {value!r}")
-        rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind not in ("default", "yarn"):
-            raise NotImplementedError(f"{path}: RoPE of type {kind!r}, and this example knows 'default' and 'yarn'")
-        names = {field.name for field in dataclasses.fields(Yarn)}
-        yarn = Yarn(**{k: v for k, v in rope.items() if k in names and v is not None}) if kind == "yarn" else None
-        theta = rope.get("rope_theta", found.get("rope_theta", cls.rope_theta))
-        names = {field.name for field in dataclasses.fields(cls)} - {"yarn", "rope_theta", "implementation"}
-        return cls(**{k: v for k, v in found.items() if k in names}, yarn=yarn, rope_theta=theta)
 
 
 # Weights: {name in the file: array} becomes the pytree that the model reads, and nothing else is renamed.
@@ -141,56 +76,6 @@ def load(folder: Path, dtype: Any = jnp.float32) -> tuple[Config, Params]:
     return config, arrange(config, weights, dtype)
 
 
-def shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the arrays of a file; those of products are [out, in]."""
-    hidden, heads, latent, rank = config.hidden_size, config.num_attention_heads, config.kv_lora_rank, config.q_lora_rank
-    q_width = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
-
-    def mlp(name: str, size: int) -> dict[str, tuple[int, ...]]:
-        sizes = {"gate_proj": (size, hidden), "up_proj": (size, hidden), "down_proj": (hidden, size)}
-        return {f"{name}.{part}.weight": shape for part, shape in sizes.items()}
-
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-    for i in range(config.num_hidden_layers):
-        layer: dict[str, tuple[int, ...]] = {
-            "input_layernorm.weight": (hidden,),
-            "post_attention_layernorm.weight": (hidden,),
-            "self_attn.kv_a_proj_with_mqa.weight": (latent + config.qk_rope_head_dim, hidden),
-            "self_attn.kv_a_layernorm.weight": (latent,),
-            "self_attn.kv_b_proj.weight": (heads * (config.qk_nope_head_dim + config.v_head_dim), latent),
-            "self_attn.o_proj.weight": (hidden, heads * config.v_head_dim),
-        }
-        if rank is None:
-            layer["self_attn.q_proj.weight"] = (q_width, hidden)
-        else:
-            layer["self_attn.q_a_proj.weight"] = (rank, hidden)
-            layer["self_attn.q_a_layernorm.weight"] = (rank,)
-            layer["self_attn.q_b_proj.weight"] = (q_width, rank)
-        if i < config.first_k_dense_replace:
-            layer |= mlp("mlp", config.intermediate_size)
-        else:
-            layer["mlp.gate.weight"] = (config.n_routed_experts, hidden)
-            layer["mlp.gate.e_score_correction_bias"] = (config.n_routed_experts,)
-            for e in range(config.n_routed_experts):
-                layer |= mlp(f"mlp.experts.{e}", config.moe_intermediate_size)
-            layer |= mlp("mlp.shared_experts", config.moe_intermediate_size * config.n_shared_experts)
-        found |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
-    return found | {"model.norm.weight": (hidden,), "lm_head.weight": (config.vocab_size, hidden)}
-
-
-def random_weights(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
-    """Weights fp32 of a random model, by the names of a file; of a size that keeps activations near 1."""
-    rng = np.random.default_rng(seed)
-    weights = {}
-    for name, shape in shapes(config).items():
-        normal = rng.standard_normal(shape, np.float32)
-        if len(shape) == 2:
-            weights[name] = normal * np.float32(shape[1] ** -0.5)
-        else:
-            weights[name] = 0.1 * normal + np.float32(name.endswith("norm.weight"))
-    return weights
-
-
 # The model.  b requests, s tokens of each, h heads.
 
 
@@ -204,43 +89,47 @@ def linear(layer: Params, name: str, x: jax.Array) -> jax.Array:
     return y + layer[f"{name}.bias"] if f"{name}.bias" in layer else y
 
 
-def rope_angles(config: Config, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+def rope_angles(config: Config, positions: jax.Array) -> Rope:
     """Cosine and sine fp32 [b, s, d / 2] of the angles by which each pair is turned at positions [b, s]."""
-    d, yarn = config.qk_rope_head_dim, config.yarn
-    frequency = config.rope_theta ** -(np.arange(0, d, 2, np.float32) / d)
-    magnitude = 1.0
-    if yarn:
-        # Pairs that turn more often than beta_fast over the original context stay; those below beta_slow are slowed down.
-        turns = np.array([yarn.beta_fast, yarn.beta_slow])
-        pair = d * np.log(yarn.original_max_position_embeddings / (turns * 2 * np.pi)) / (2 * np.log(config.rope_theta))
-        first, last = max(math.floor(pair[0]), 0), min(math.ceil(pair[1]), d - 1)
-        slowed = np.clip((np.arange(d // 2) - first) / max(last - first, 1e-3), 0, 1)
-        frequency = frequency * (1 - slowed + slowed / yarn.factor)
-        both = yarn.mscale and yarn.mscale_all_dim
-        magnitude = yarn.magnitude(yarn.mscale) / yarn.magnitude(yarn.mscale_all_dim) if both else yarn.magnitude(1)
-    angles = positions[..., None].astype(jnp.float32) * frequency.astype(np.float32)
+    frequency, magnitude = rope_frequencies(config)
+    angles = positions[..., None].astype(jnp.float32) * frequency
     return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
 
 
-def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """RoPE of x [b, s, ..., d] on neighbouring pairs, as DeepSeek does."""
+def rotate(x: jax.Array, rope: Rope, interleaved: bool = True) -> jax.Array:
+    """RoPE of x [b, s, ..., d] on neighbouring pairs, as DeepSeek's attention has it, or on column i and column i + d / 2."""
     cos, sin = (angle.reshape(*angle.shape[:2], *[1] * (x.ndim - 3), -1) for angle in rope)
-    even, odd = x[..., 0::2].astype(jnp.float32), x[..., 1::2].astype(jnp.float32)
-    turned = jnp.stack([even * cos - odd * sin, odd * cos + even * sin], -1)
-    return turned.reshape(x.shape).astype(x.dtype)
+    wide = x.astype(jnp.float32)
+    first, second = (wide[..., 0::2], wide[..., 1::2]) if interleaved else jnp.split(wide, 2, -1)
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return (jnp.stack(turned, -1).reshape(x.shape) if interleaved else jnp.concatenate(turned, -1)).astype(x.dtype)
 
 
-def project(config: Config, layer: Params, x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-    """Queries [b, s, h, 128] and [b, s, h, 64], and what is cached of a token: latent [b, s, 512] and RoPE key [b, s, 64]."""
+def compress_query(config: Config, layer: Params, x: jax.Array) -> jax.Array:
+    """What queries are made of: [b, s, q_lora_rank], or x itself in a model that does not compress them."""
     if config.q_lora_rank is None:
-        q = linear(layer, "self_attn.q_proj", x)
-    else:
-        compressed = rms_norm(layer["self_attn.q_a_layernorm.weight"], linear(layer, "self_attn.q_a_proj", x))
-        q = linear(layer, "self_attn.q_b_proj", compressed)
+        return x
+    return rms_norm(layer["self_attn.q_a_layernorm.weight"], linear(layer, "self_attn.q_a_proj", x))
+
+
+def project(config: Config, layer: Params, x: jax.Array, rope: Rope) -> tuple[jax.Array, ...]:
+    """Queries [b, s, h, 128] and [b, s, h, 64], and what is cached of a token: latent [b, s, 512] and RoPE key [b, s, 64]."""
+    name = "self_attn.q_proj" if config.q_lora_rank is None else "self_attn.q_b_proj"
+    q = linear(layer, name, compress_query(config, layer, x))
     q_nope, q_rope = jnp.split(q.reshape(*q.shape[:2], config.num_attention_heads, -1), [config.qk_nope_head_dim], -1)
     latent, k_rope = jnp.split(linear(layer, "self_attn.kv_a_proj_with_mqa", x), [config.kv_lora_rank], -1)
     latent = rms_norm(layer["self_attn.kv_a_layernorm.weight"], latent)
     return q_nope, rotate(q_rope, rope), latent, rotate(k_rope, rope)
+
+
+def absorb(layer: Params, q_nope: jax.Array, q_rope: jax.Array) -> jax.Array:
+    """Queries [b, s, h, 576] for latents: q . (W_UK c) = (W_UK^T q) . c, so that no latent goes to every head."""
+    return jnp.concatenate([jnp.einsum("bshd,hdc->bshc", q_nope, layer["W_UK"]), q_rope], -1)
+
+
+def expand(layer: Params, out: jax.Array) -> jax.Array:
+    """Values [b, s, h, v_head_dim] of attended latents [b, s, h, 512], in the dtype of the weights."""
+    return jnp.einsum("bshc,hdc->bshd", out.astype(layer["W_UV"].dtype), layer["W_UV"])
 
 
 def mlp(layer: Params, name: str, x: jax.Array) -> jax.Array:
@@ -277,7 +166,8 @@ def mixture(config: Config, layer: Params, x: jax.Array) -> jax.Array:
     return jnp.einsum("nkd,nk->nd", rows, weights.astype(x.dtype)) + mlp(layer, "mlp.shared_experts", x)
 
 
-Attend = Callable[[int, Params, tuple[jax.Array, ...]], jax.Array]  # to values [b, s, h, v_head_dim]
+# Of layer i, its weights, x [b, s, hidden] and the angles of its positions: values [b, s, h, v_head_dim].
+Attend = Callable[[int, Params, jax.Array, Rope], jax.Array]
 
 
 def forward(config: Config, params: Params, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
@@ -286,7 +176,7 @@ def forward(config: Config, params: Params, tokens: jax.Array, positions: jax.Ar
     rope = rope_angles(config, positions)
     for i, layer in enumerate(params["layers"]):
         normed = rms_norm(layer["input_layernorm.weight"], x, config.rms_norm_eps)
-        heads = attend(i, layer, project(config, layer, normed, rope)).astype(x.dtype)
+        heads = attend(i, layer, normed, rope).astype(x.dtype)
         x = x + linear(layer, "self_attn.o_proj", heads.reshape(*heads.shape[:2], -1))
         normed = rms_norm(layer["post_attention_layernorm.weight"], x, config.rms_norm_eps)
         if i < config.first_k_dense_replace:
@@ -311,15 +201,12 @@ def new_caches(config: Config, pages: int, page_size: int = 64, cache_format: st
 
 
 def write(
-    config: Config, cache: jax.Array, block_table: jax.Array, positions: jax.Array, parts: tuple[jax.Array, ...]
+    config: Config, cache: jax.Array, block_table: jax.Array, positions: jax.Array, latent: jax.Array, k_rope: jax.Array
 ) -> jax.Array:
-    """The cache with latent and RoPE key of tokens at positions [b, s]; those at -1 are skipped."""
-    latent, k_rope = (part.reshape(-1, part.shape[-1]) for part in parts)
-    page_size = cache.shape[1]
-    # A position behind the table finds page -1, and so a slot below 0, which is skipped.
-    pages = jnp.take_along_axis(block_table, positions // page_size, axis=1, mode="fill", fill_value=-1)
-    slots = jnp.where(positions >= 0, pages * page_size + positions % page_size, -1)
-    return mla_jax.append(cache, latent, k_rope, slots.reshape(-1), implementation=config.implementation)
+    """The cache with latent and RoPE key of tokens at positions [b, s]; those below 0 or behind the table are skipped."""
+    slots = mla_jax.token_slots(block_table, positions, cache.shape[1]).reshape(-1)
+    latent, k_rope = (part.reshape(-1, part.shape[-1]) for part in (latent, k_rope))
+    return mla_jax.append(cache, latent, k_rope, slots, implementation=config.implementation)
 
 
 def prefill(
@@ -331,9 +218,9 @@ def prefill(
     causal = jnp.tril(jnp.ones((tokens.shape[1],) * 2, bool))
     written = list(caches)
 
-    def attend(i: int, layer: Params, parts: tuple[jax.Array, ...]) -> jax.Array:
-        q_nope, q_rope, latent, k_rope = parts
-        written[i] = write(config, caches[i], block_table, held, (latent, k_rope))
+    def attend(i: int, layer: Params, x: jax.Array, rope: Rope) -> jax.Array:
+        q_nope, q_rope, latent, k_rope = project(config, layer, x, rope)
+        written[i] = write(config, caches[i], block_table, held, latent, k_rope)
         keys = jnp.einsum("btc,hdc->bthd", latent, layer["W_UK"])
         values = jnp.einsum("btc,hdc->bthd", latent, layer["W_UV"])
         scores = jnp.einsum("bshd,bthd->bhst", q_nope, keys) + jnp.einsum("bshd,btd->bhst", q_rope, k_rope)
@@ -344,28 +231,45 @@ def prefill(
     return hidden, tuple(written)
 
 
+def attend_cache(
+    config: Config,
+    cache: jax.Array,
+    block_table: jax.Array,
+    lengths: jax.Array,
+    q: jax.Array,
+    latent: jax.Array,
+    k_rope: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Stores s new tokens behind `lengths` [b] cached ones and attends to all: latents [b, s, h, 512], and the cache."""
+    s = q.shape[1]
+    cache = write(config, cache, block_table, lengths[:, None] + jnp.arange(s), latent, k_rope)
+    out, _ = mla_jax.decode(
+        q.astype(jnp.bfloat16 if cache.dtype == jnp.uint8 else cache.dtype),
+        cache,
+        block_table,
+        lengths + s,
+        softmax_scale=config.softmax_scale,
+        causal=True,
+        implementation=config.implementation,
+    )
+    return out, cache
+
+
 def decode(
     config: Config, params: Params, caches: Caches, block_table: jax.Array, tokens: jax.Array, lengths: jax.Array
 ) -> tuple[jax.Array, Caches]:
-    """Hidden states [b, s, hidden] of tokens [b, s] that follow `lengths` [b] cached ones, and the caches that hold both."""
+    """Hidden states [b, s, hidden] of tokens [b, s] that follow `lengths` [b] cached ones, and the caches that hold both.
+
+    Of a row whose length is -n the first n tokens are padding; where that is all of them, the row is free.
+    """
     positions = lengths[:, None] + jnp.arange(tokens.shape[1])
     written = list(caches)
 
-    def attend(i: int, layer: Params, parts: tuple[jax.Array, ...]) -> jax.Array:
-        q_nope, q_rope, latent, k_rope = parts
-        cache = written[i] = write(config, caches[i], block_table, positions, (latent, k_rope))
-        # q . (W_UK c) = (W_UK^T q) . c: the query goes to the latents, and not each latent to every head.
-        q = jnp.concatenate([jnp.einsum("bshd,hdc->bshc", q_nope, layer["W_UK"]), q_rope], -1)
-        out, _ = mla_jax.decode(
-            q.astype(jnp.bfloat16 if cache.dtype == jnp.uint8 else cache.dtype),
-            cache,
-            block_table,
-            lengths + tokens.shape[1],
-            softmax_scale=config.softmax_scale,
-            causal=True,
-            implementation=config.implementation,
-        )
-        return jnp.einsum("bshc,hdc->bshd", out.astype(latent.dtype), layer["W_UV"])
+    def attend(i: int, layer: Params, x: jax.Array, rope: Rope) -> jax.Array:
+        q_nope, q_rope, latent, k_rope = project(config, layer, x, rope)
+        q = absorb(layer, q_nope, q_rope)
+        out, written[i] = attend_cache(config, caches[i], block_table, lengths, q, latent, k_rope)
+        return expand(layer, out)
 
     hidden = forward(config, params, tokens, positions, attend)
     return hidden, tuple(written)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 import mla_jax
 from examples import jax_deepseek as deepseek
-from examples.jax_deepseek import Config, Yarn
+from examples.deepseek_config import Config, Yarn
 from mla_jax import jax_triton_compat as compat
 from tests.jax_lowered import kernel_calls
 
@@ -101,7 +101,9 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> str:
     def decode(*arguments: Any, implementation: Any, **options: Any) -> Any:
         return mla_jax.decode_reference(*arguments, **options)
 
-    monkeypatch.setattr(deepseek, "mla_jax", types.SimpleNamespace(append=append, decode=decode))
+    monkeypatch.setattr(
+        deepseek, "mla_jax", types.SimpleNamespace(append=append, decode=decode, token_slots=mla_jax.token_slots)
+    )
     return "fp32"
 
 

@@ -80,6 +80,10 @@ class Config:
         return cls(**{k: v for k, v in found.items() if k in names}, yarn=yarn, rope_theta=theta)
 
 
+SMALL = Config(num_hidden_layers=2, first_k_dense_replace=2, num_attention_heads=4, q_lora_rank=96)  # without experts
+SPARSE = dataclasses.replace(SMALL, index_n_heads=4)  # of DeepSeek-V3.2's kind
+
+
 def rope_frequencies(config: Config) -> tuple[np.ndarray, float]:
     """Radians per position by which each pair is turned, fp32 [d / 2], and the factor of its length."""
     d, yarn = config.qk_rope_head_dim, config.yarn

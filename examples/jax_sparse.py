@@ -189,7 +189,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--prompt-lengths", type=int, nargs="+", default=[50, 7, 23])
-    parser.add_argument("--topk", type=int, nargs="+", default=[32, 8])
+    parser.add_argument("--topk", type=int, nargs="*", default=[32, 8])
     args = parser.parse_args()
     params = deepseek.arrange(SPARSE, random_weights(SPARSE))
     rng = np.random.default_rng(1)

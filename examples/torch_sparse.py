@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--prompt-lengths", type=int, nargs="+", default=[50, 7, 23])
-    parser.add_argument("--topk", type=int, nargs="+", default=[32, 8])
+    parser.add_argument("--topk", type=int, nargs="*", default=[32, 8])
     args = parser.parse_args()
     params = mla.arrange(SPARSE, random_weights(SPARSE), args.device)
     generator = torch.Generator().manual_seed(1)

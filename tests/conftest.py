@@ -4,6 +4,7 @@ import ctypes
 import importlib.metadata
 import importlib.util
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -58,3 +59,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="compiling needs TRITON_INTERPRET unset"))
         if "interpret" in wanted and not INTERPRETED:
             item.add_marker(pytest.mark.skip(reason="interpreting needs TRITON_INTERPRET=1"))
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """PyTorch in one thread: small products take longer in more, and much longer where other tests run, too."""
+    if importlib.util.find_spec("torch") is None:
+        yield
+        return
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

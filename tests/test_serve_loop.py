@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from typing import Any
 
@@ -13,6 +12,8 @@ from examples import serve_loop
 from examples.deepseek_config import random_weights
 from examples.serve_loop import Batch, Request, Server
 from tests.writer_calls import FRAMEWORKS
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 ARGUMENTS = "--rows 3 --requests 7 --prompt 1 12 --new-tokens 1 10 --arrive-within 12 --page-size 4 --hidden 64 --layers 2"
 ARGUMENTS += " --timed-steps 2 --report-every 5"
@@ -116,20 +117,6 @@ def run(framework: str, capsys: pytest.CaptureFixture[str], more: str = "") -> t
     config, options = serve_loop.parse(f"--framework {framework} {ARGUMENTS} {more}".split())
     server, step, requests = serve_loop.serve(config, options)
     return config, server, step, requests, capsys.readouterr().out
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    """Small products take longer in more threads, and much longer where other tests run, too."""
-    if importlib.util.find_spec("torch") is None:
-        yield
-        return
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("cache_format", ["bf16", "v32_fp8"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.util
 import sys
 from typing import Any
 
@@ -19,26 +18,14 @@ from tests.writer_calls import FRAMEWORKS, module_of
 
 PROMPTS = [np.random.default_rng(i).integers(2, SPARSE.vocab_size, n).tolist() for i, n in enumerate((20, 3, 11))]
 ALL = dataclasses.replace(SPARSE, index_topk=64)
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BF16 = ml_dtypes.bfloat16
 WHERE = [
     *(pytest.param(*framework.values, "cpu", marks=framework.marks) for framework in FRAMEWORKS),
-    pytest.param("torch", "cuda", marks=pytest.mark.gpu),
+    *(pytest.param(*framework.values, "cuda", marks=(*framework.marks, pytest.mark.gpu)) for framework in FRAMEWORKS),
 ]
 IMPLEMENTATIONS = [pytest.param("triton", marks=pytest.mark.interpret), "reference"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    """Small products take longer in more threads, and much longer where other tests run, too."""
-    if importlib.util.find_spec("torch") is None:
-        yield
-        return
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def example_of(framework: str) -> Any:
@@ -151,15 +138,26 @@ class TestAttention:
 @pytest.mark.parametrize(("framework", "device"), WHERE)
 def test_the_model_with_a_topk_of_all(framework: str, device: str) -> None:
     """Prompts of three lengths at once, then token by token, through two layers."""
-    tokens, expected = generated(framework, ALL, attention=example_of(framework).dense, device=device)
-    _, found = generated(framework, ALL, tokens, device=device)
-    # 5e-4 was measured on a CPU: now and then a value is rounded to the other side, in queries or in what is cached next.
-    assert rms(found - expected) < 5e-3 * expected.std()
-    assert len(np.unique(tokens)) > 6  # it is not one token over and over
+    example = example_of(framework)
+    config = dataclasses.replace(ALL, rope_theta=9999.0)  # known to no other test
+    if framework == "jax":
+        import jax
 
-    _, fewer = generated(framework, dataclasses.replace(SPARSE, index_topk=4), tokens, device=device)
-    assert rms(fewer[1, 0] - expected[1, 0]) < 5e-3 * expected.std()  # 3 tokens are seen whole
-    assert rms(fewer[0] - expected[0]) > 0.05 * expected.std()  # 20 are not
+        if jax.default_backend() != ("cpu" if device == "cpu" else "gpu"):
+            pytest.skip(f"JAX runs on a {jax.default_backend()} here")
+        programs = example.step._cache_size()
+    tokens, expected = generated(framework, config, attention=example.dense, device=device)
+    _, found = generated(framework, config, tokens, device=device)
+    _, fewer = generated(framework, dataclasses.replace(config, index_topk=4), tokens, device=device)
+    # 5e-4 was measured on a CPU: now and then a value is rounded to the other side, in queries or in what is cached next.
+    # Kernels round the weights of the softmax, too, by 2**-9.
+    bound = (5e-3 if device == "cpu" else 3e-2) * expected.std()
+    assert rms(found - expected) < bound
+    assert rms(fewer[1, 0] - expected[1, 0]) < bound  # 3 tokens are seen whole
+    assert rms(fewer[0] - expected[0]) > 5 * bound  # 20 are not
+    assert len(np.unique(tokens)) > 6  # it is not one token over and over
+    if framework == "jax":  # of each kind one program reads prompts, and one does all the rest, whatever the lengths
+        assert example.step._cache_size() - programs == 6
 
 
 def test_both_frameworks_agree() -> None:
@@ -194,19 +192,11 @@ def test_the_models_in_both_frameworks_agree() -> None:
         lengths, tokens = lengths + np.int32(tokens.shape[1]), tokens[:, :1]
 
 
-def test_lengths_compile_nothing() -> None:
-    """In JAX: one program reads prompts, one does all the rest, and the donated caches stay where they are."""
-    pytest.importorskip("jax", reason="JAX is not installed")
-    example = example_of("jax")
-    config = dataclasses.replace(SPARSE, index_topk=5, rope_theta=9999.0)  # known to no other test
-    before = example.step._cache_size()
-    generated("jax", config)
-    assert example.step._cache_size() - before == 2
-
-
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_the_example_runs(framework: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--new-tokens", "2", "--prompt-lengths", "9", "2", "--topk", "2"]
+    arguments = ["--new-tokens", "2", "--prompt-lengths", "9", "2", "--topk"]
+    small = dataclasses.replace(SPARSE, num_hidden_layers=1, first_k_dense_replace=1)
+    monkeypatch.setattr(example_of(framework), "SPARSE", small)
     monkeypatch.setattr(sys, "argv", [f"{framework}_sparse.py", *arguments])
     example_of(framework).main()
     printed = capsys.readouterr().out

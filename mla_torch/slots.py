@@ -38,4 +38,4 @@ def token_slots(block_table: torch.Tensor, positions: torch.Tensor, page_size: i
     page = block_table.gather(1, column.clamp(0, max_pages - 1)).view(positions.shape)
     column = column.view(positions.shape)
     held = (column >= 0) & (column < max_pages) & (page >= 0) & (page <= last_page)
-    return torch.where(held, page * page_size + (positions % page_size).int(), -1)
+    return (page * page_size + (positions % page_size).int()).masked_fill(~held, -1)

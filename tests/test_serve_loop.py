@@ -101,13 +101,16 @@ def plain_logits_torch(config: Any, tokens: list[int]) -> np.ndarray:
 
 
 def plain_logits_jax(config: Any, tokens: list[int]) -> np.ndarray:
+    import jax
+
     from examples import jax_deepseek as deepseek
 
     params = deepseek.arrange(config, random_weights(config))
     table, lengths = np.full((1, 1), -1, np.int32), np.array([len(tokens)], np.int32)
     caches = deepseek.new_caches(config, 1)  # which nothing is written into
-    hidden, _ = deepseek.prefill(config, params, caches, table, np.array([tokens], np.int32), lengths)
-    return np.asarray(deepseek.logits(params, hidden))[0]
+    padded = np.array([tokens + [0] * (24 - len(tokens))], np.int32)
+    hidden, _ = jax.jit(deepseek.prefill, static_argnums=0)(config, params, caches, table, padded, lengths)
+    return np.asarray(deepseek.logits(params, hidden))[0, : len(tokens)]
 
 
 PLAIN_LOGITS = {"torch": plain_logits_torch, "jax": plain_logits_jax}

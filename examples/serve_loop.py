@@ -11,7 +11,7 @@ lengths and tokens.  So PyTorch replays one CUDA graph (and calls the step as it
 function that owns the donated caches.  Prompts go through the same step, a token at a time; a server would have a second
 program for them.
 
-The share of time in attention is measured apart, after all requests have ended: the writers and decode calls of one step,
+The share of time in attention is measured apart, after all requests have ended: slots, writers and decode calls of one step,
 captured or compiled alone, and the whole step, both run again and again with the pages and lengths that the fullest step
 had.  CUDA graphs are timed by events, all else by the clock.
 """
@@ -175,7 +175,7 @@ class Server:
 
 
 class TorchStep:
-    """The step in PyTorch, a CUDA graph on a GPU; `device` may be "cpu"."""
+    """The step in PyTorch: a CUDA graph on a GPU, a plain call on a CPU."""
 
     def __init__(self, config: Config, rows: int, max_pages: int, pages: int, options: argparse.Namespace):
         import torch
@@ -183,7 +183,7 @@ class TorchStep:
         from examples import torch_mla as mla
 
         self.torch = torch
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.name = torch.cuda.get_device_name() if self.device.type == "cuda" else "a CPU"
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         params = mla.arrange(config, random_weights(config), self.device, dtype)
@@ -353,6 +353,7 @@ def serve(config: Config, options: argparse.Namespace) -> tuple[Server, Any, lis
 def parse(arguments: list[str] | None = None) -> tuple[Config, argparse.Namespace]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--framework", choices=STEPS, default="torch")
+    parser.add_argument("--device", help="of PyTorch; a GPU where there is one without")
     parser.add_argument("--rows", type=int, default=4, help="requests that run at a time")
     parser.add_argument("--requests", type=int, default=10)
     parser.add_argument("--prompt", type=int, nargs=2, default=(3, 40), help="tokens of a prompt, least and most")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -116,17 +117,18 @@ def plain_logits_jax(config: Any, tokens: list[int]) -> np.ndarray:
 PLAIN_LOGITS = {"torch": plain_logits_torch, "jax": plain_logits_jax}
 
 
-def run(framework: str, capsys: pytest.CaptureFixture[str], more: str = "") -> tuple[Any, Server, Any, list[Request], str]:
-    config, options = serve_loop.parse(f"--framework {framework} {ARGUMENTS} {more}".split())
-    server, step, requests = serve_loop.serve(config, options)
-    return config, server, step, requests, capsys.readouterr().out
+def parse(more: str, implementation: str | None = "reference") -> tuple[Any, Any]:
+    config, options = serve_loop.parse(f"{ARGUMENTS} {more}".split())
+    return dataclasses.replace(config, implementation=implementation), options
 
 
 @pytest.mark.parametrize("cache_format", ["bf16", "v32_fp8"])
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_tokens(framework: str, cache_format: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Each is the best one, but for rounding, after all before it, by attention without a cache."""
-    config, server, _, requests, printed = run(framework, capsys, f"--cache-format {cache_format}")
+    config, options = parse(f"--framework {framework} --device cpu --cache-format {cache_format}")
+    server, _, requests = serve_loop.serve(config, options)
+    printed = capsys.readouterr().out
     gaps = []
     for request in requests[:4]:
         assert len(request.generated) == request.new_tokens
@@ -151,7 +153,7 @@ def test_one_compilation(device: str) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             compiled.append(event)
 
-    config, options = serve_loop.parse(f"--framework jax {ARGUMENTS}".split())
+    config, options = parse("--framework jax", "reference" if device == "cpu" else None)
     step = serve_loop.JaxStep(config, 3, 6, 12, options)
     before = [cache.unsafe_buffer_pointer() for cache in step.caches]
     jax.monitoring.register_event_duration_secs_listener(note)
@@ -166,19 +168,19 @@ def test_one_compilation(device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_a_graph_of_the_step(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_graph_of_the_step() -> None:
     """The same programs without a graph give the same tokens."""
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-    config, server, step, requests, _ = run("torch", capsys)
+    config, options = parse("--framework torch", None)
+    server, step, requests = serve_loop.serve(config, options)
     assert step.device.type == "cuda" and len(server.free) == server.pages
 
     class Eager(serve_loop.TorchStep):
         def program(self, function: Any) -> Any:
             return torch.no_grad()(function)
 
-    _, options = serve_loop.parse(ARGUMENTS.split())
-    pages, max_pages = server.pages, server.batch.block_table.shape[1]
-    again = Server(Eager(config, options.rows, max_pages, pages, options), options.rows, pages, options.page_size, 22)
-    more = serve_loop.make_requests(config, options)
-    again.run(more, report_every=10**9)
-    assert [request.generated for request in more] == [request.generated for request in requests]
+    rows, max_pages = server.batch.block_table.shape
+    eager = Eager(config, rows, max_pages, server.pages, options)
+    again = serve_loop.make_requests(config, options)
+    Server(eager, rows, server.pages, options.page_size, max_pages * options.page_size).run(again, report_every=10**9)
+    assert [request.generated for request in again] == [request.generated for request in requests]

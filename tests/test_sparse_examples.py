@@ -40,7 +40,8 @@ def params_of(framework: str, config: Any, device: str = "cpu") -> Any:
 def generated(
     framework: str, config: Any, given: np.ndarray | None = None, device: str = "cpu", n: int = 6, **options: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens [b, n], those `given` if there are any, and their logits."""
+    """Tokens [b, n], those `given` if there are any, and their logits; by the kernels on a GPU alone."""
+    config = dataclasses.replace(config, implementation="reference" if device == "cpu" else None)
     tokens = None if given is None else convert(framework, given)
     if framework == "torch" and tokens is not None:
         tokens = tokens.to(device)
@@ -210,7 +211,8 @@ def test_the_models_in_both_frameworks_agree() -> None:
 
     from examples import jax_deepseek, torch_mla
 
-    config = dataclasses.replace(SMALL, q_lora_rank=None, yarn=Yarn(40.0, 64, mscale=0.7, mscale_all_dim=1.0))
+    yarn = Yarn(40.0, 64, mscale=0.7, mscale_all_dim=1.0)
+    config = dataclasses.replace(SMALL, q_lora_rank=None, yarn=yarn, implementation="reference")
     table, lengths = np.array([[3, 1], [0, 2]], np.int32), np.array([0, -4], np.int32)
     tokens = np.random.default_rng(0).integers(2, config.vocab_size, (2, 9)).astype(np.int32)
     params, caches = params_of("torch", config), torch_mla.new_caches(config, 4, 8, "fp16")
@@ -228,7 +230,7 @@ def test_the_models_in_both_frameworks_agree() -> None:
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_the_example_runs(framework: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--new-tokens", "2", "--prompt-lengths", "9", "2", "--topk"]
-    small = dataclasses.replace(SPARSE, num_hidden_layers=1, first_k_dense_replace=1)
+    small = dataclasses.replace(SPARSE, num_hidden_layers=1, first_k_dense_replace=1, implementation="reference")
     monkeypatch.setattr(example_of(framework), "SPARSE", small)
     monkeypatch.setattr(sys, "argv", [f"{framework}_sparse.py", *arguments])
     example_of(framework).main()

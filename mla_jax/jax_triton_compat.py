@@ -10,6 +10,7 @@ import functools
 import importlib.metadata
 import inspect
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
@@ -147,6 +148,48 @@ def adapt_compiler(lib: ModuleType) -> None:
     lib.TritonFunction._compile_kernel = compile_kernel
 
 
+def slim_ptx(ptx: str) -> str:
+    """PTX without what only people and debuggers read: comments, and where in the sources an instruction comes from."""
+    code = re.sub(r"//[^\n]*", "", ptx)
+    code = re.sub(r"^\s*\.section\b[^{]*\{[^}]*\}", "", code, flags=re.MULTILINE)
+    lines = [line.strip() for line in code.splitlines()]
+    return "\n".join(line for line in lines if line and not line.startswith((".loc", ".file"))) + "\n"
+
+
+def slim_calls(lib: ModuleType) -> None:
+    """Leaves out of compiled calls what nobody runs, once.
+
+    jaxlib finds the kernel of a call, each time that it runs it, by the whole text of the call, and takes the longer for it
+    the longer that is: PTX with its comments, and the source in Triton's own representation.
+    """
+    library = lib.triton_kernel_call_lib
+    if isinstance(library, _SlimLibrary):
+        return
+    lib.triton_kernel_call_lib = _SlimLibrary(library)  # type: ignore[assignment]
+
+
+class _SlimLibrary:
+    """jaxlib's library of kernel calls, but that the kernels it makes are slim."""
+
+    def __init__(self, library: ModuleType):
+        self._library = library
+
+    def __getattr__(self, name: str) -> Any:
+        return self._make_kernel if name == "TritonKernel" else getattr(self._library, name)
+
+    def _make_kernel(
+        self, name: str, num_warps: int, num_ctas: int, shared_memory: int, binary: Any, source: str, *rest: Any
+    ) -> Any:
+        if isinstance(binary, str) and ".entry" in binary:  # PTX
+            binary, source = slim_ptx(binary), ""
+        return self._library.TritonKernel(name, num_warps, num_ctas, shared_memory, binary, source, *rest)
+
+
+def ptx_of_calls(ptx: str) -> str:
+    """What Triton's PTX of a kernel becomes in a compiled call."""
+    return slim_ptx(ptx) if (0, 4) <= version_of("jax-triton") <= (0, 4, 1) else ptx
+
+
 @functools.cache
 def _load() -> tuple[ModuleType | None, str]:
     """jax-triton's module with its cures applied, or None and why there is none."""
@@ -169,6 +212,7 @@ def _load() -> tuple[ModuleType | None, str]:
         register_dce_rule(triton_lib)
     if (0, 4) <= version <= (0, 4, 1):
         adapt_compiler(triton_lib)
+        slim_calls(triton_lib)
     return triton_lib, ""
 
 

@@ -98,7 +98,7 @@ def test_lowered(config, implementation):
         arrays = [value for value in call.params if isinstance(value, str)]
         assert len(arrays) == len(launch.inputs) + len(launch.outputs)
         compiled = compile_launch(plan, launch)
-        assert call.ptx == compiled.ptx
+        assert call.ptx == compat.ptx_of_calls(compiled.ptx)
         assert call.num_warps == compiled.num_warps
         assert call.shared_memory == compiled.shared_memory
     for name, operations in uses(lowered.compiler_ir("stablehlo"), arguments).items():

@@ -6,9 +6,9 @@ from triton.experimental.gluon import language as gl
 from ..softmax import LOG2E
 from . import sizes
 from .consumer import consumer
-from .parts import Work, new_barriers, new_buffers
+from .parts import new_barriers, new_buffers
 from .producer import producer
-from .schedule import fixed_stretch, stretch
+from .schedule import new_work
 
 CONSUMER_REGISTERS = gl.constexpr(sizes.CONSUMER_REGISTERS)
 PRODUCER_REGISTERS = gl.constexpr(sizes.PRODUCER_REGISTERS)
@@ -59,18 +59,9 @@ def dense_kernel(
     ROWS: gl.constexpr = S_Q * H_Q
     program = gl.program_id(0) // ROW_TILES
     tile = gl.program_id(0) % ROW_TILES
-    if FIXED_SPLITS:
-        first_item, last_item, first_unit, end_unit, first_slot, last_slot = fixed_stretch(
-            program, num_splits, lengths_ptr, lengths_ptr, max_tokens, 0, 1, True, False, False, UNIT
-        )
-    else:
-        first_item, last_item, first_unit, end_unit, first_slot, last_slot = stretch(
-            program, items, programs, lengths_ptr, lengths_ptr, max_tokens, 0, schedule_ptr, gl.program_id(0) == 0,
-            1, True, False, False, UNIT, FIXED_COST, SPLIT_COST, ITEM_CHUNK,
-        )  # fmt: skip
-    work = Work(
-        lengths_ptr, lengths_ptr, max_tokens, max_tokens, tile, first_item, last_item, first_unit, end_unit, first_slot,
-        last_slot, 1, True, False, False, UNIT,
+    work = new_work(
+        program, tile, items, programs, num_splits, lengths_ptr, lengths_ptr, max_tokens, max_tokens, schedule_ptr,
+        1, True, False, False, FIXED_SPLITS, UNIT, FIXED_COST, SPLIT_COST, ITEM_CHUNK,
     )  # fmt: skip
     scale_log2 = gl.load(scale_ptr) * LOG2E
     DTYPE: gl.constexpr = q_desc.dtype

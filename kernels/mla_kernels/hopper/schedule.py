@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 
 from ..problem import INT32_MAX as _INT32_MAX
 from ..schedule import item_lengths, item_units
+from .parts import Work
 
 LONGEST_LINE = 2**30
 
@@ -171,3 +172,26 @@ def fixed_stretch(
     end_unit = gl.minimum(first_unit + per_split, wide)
     slot = gl.where(num_splits > 1, program, -1)
     return item, item, first_unit.to(gl.int32), end_unit.to(gl.int32), slot, slot
+
+
+@gluon.jit
+def new_work(
+    program, tile, items, programs, num_splits, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens, splits_ptr,
+    QUERIES: gl.constexpr, HAS_LENGTH: gl.constexpr, HAS_EXTRA: gl.constexpr, HAS_EXTRA_LENGTH: gl.constexpr,
+    FIXED_SPLITS: gl.constexpr, UNIT: gl.constexpr, FIXED_COST: gl.constexpr, SPLIT_COST: gl.constexpr, CHUNK: gl.constexpr,
+):  # fmt: skip
+    """The work of a program.  Where it makes the schedule, the first one also writes the list of split items."""
+    if FIXED_SPLITS:
+        first_item, last_item, first_unit, end_unit, first_slot, last_slot = fixed_stretch(
+            program, num_splits, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens,
+            QUERIES, HAS_LENGTH, HAS_EXTRA, HAS_EXTRA_LENGTH, UNIT,
+        )  # fmt: skip
+    else:
+        first_item, last_item, first_unit, end_unit, first_slot, last_slot = stretch(
+            program, items, programs, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens, splits_ptr,
+            gl.program_id(0) == 0, QUERIES, HAS_LENGTH, HAS_EXTRA, HAS_EXTRA_LENGTH, UNIT, FIXED_COST, SPLIT_COST, CHUNK,
+        )  # fmt: skip
+    return Work(
+        lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens, tile, first_item, last_item, first_unit, end_unit, first_slot,
+        last_slot, QUERIES, HAS_LENGTH, HAS_EXTRA, HAS_EXTRA_LENGTH, UNIT,
+    )  # fmt: skip

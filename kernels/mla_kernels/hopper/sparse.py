@@ -7,8 +7,8 @@ from ..softmax import LOG2E
 from . import sizes
 from .consumer import consumer
 from .gather import Cache, gather
-from .parts import Work, new_barriers, new_buffers
-from .schedule import fixed_stretch, stretch, uniform
+from .parts import new_barriers, new_buffers
+from .schedule import new_work, uniform
 
 CONSUMER_REGISTERS = gl.constexpr(sizes.GATHER_CONSUMER_REGISTERS)
 PRODUCER_REGISTERS = gl.constexpr(sizes.GATHER_REGISTERS)
@@ -86,19 +86,9 @@ def sparse_kernel(
     """
     program = gl.program_id(0) // ROW_TILES
     tile = uniform(gl.program_id(0) % ROW_TILES)
-    if FIXED_SPLITS:
-        first_item, last_item, first_unit, end_unit, first_slot, last_partial = fixed_stretch(
-            program, num_splits, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens,
-            S_Q, HAS_LENGTH, HAS_EXTRA, HAS_EXTRA_LENGTH, UNIT,
-        )  # fmt: skip
-    else:
-        first_item, last_item, first_unit, end_unit, first_slot, last_partial = stretch(
-            program, items, programs, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens, schedule_ptr,
-            gl.program_id(0) == 0, S_Q, HAS_LENGTH, HAS_EXTRA, HAS_EXTRA_LENGTH, UNIT, FIXED_COST, SPLIT_COST, ITEM_CHUNK,
-        )  # fmt: skip
-    work = Work(
-        lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens, tile, first_item, last_item, first_unit, end_unit, first_slot,
-        last_partial, S_Q, HAS_LENGTH, HAS_EXTRA, HAS_EXTRA_LENGTH, UNIT,
+    work = new_work(
+        program, tile, items, programs, num_splits, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens, schedule_ptr,
+        S_Q, HAS_LENGTH, HAS_EXTRA, HAS_EXTRA_LENGTH, FIXED_SPLITS, UNIT, FIXED_COST, SPLIT_COST, ITEM_CHUNK,
     )  # fmt: skip
     cache = Cache(
         cache_ptr.to(gl.pointer_type(gl.int32), bitcast=True), last_slot,

@@ -16,6 +16,10 @@ if INTERPRETED:
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # both frameworks share one GPU
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+if INTERPRETED:
+    from tests import interpreter
+
+    interpreter.speed_up()
 
 if importlib.util.find_spec("hypothesis") is not None:
     from hypothesis import HealthCheck, settings

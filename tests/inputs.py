@@ -102,8 +102,8 @@ class Rows:
         return Rows(self.data[which], None if self.scales is None else self.scales[which])
 
 
-def empty_cache(spec: ArgSpec, num_pages: int, page_size: int) -> PagedCache:
-    """A poisoned cache of `num_pages` pages in the memory layout of `spec`."""
+def empty_cache(spec: ArgSpec, num_pages: int, page_size: int, poisoned: bool = True) -> PagedCache:
+    """A poisoned cache of `num_pages` pages in the memory layout of `spec`; one of unwritten memory takes no time."""
     fmt = get_format(spec.format)
     token_bytes = fmt.token_bytes or spec.h_kv * spec.d_qk * 2
     stride = -(-page_size * token_bytes // fmt.page_align) * fmt.page_align
@@ -115,7 +115,8 @@ def empty_cache(spec: ArgSpec, num_pages: int, page_size: int) -> PagedCache:
     offset = 0
     if spec.layout == "interleaved":
         offset, stride = stride, stride * INTERLEAVED
-    buffer = np.full(offset + num_pages * stride, POISON, np.uint8)
+    size = offset + num_pages * stride
+    buffer = np.full(size, POISON, np.uint8) if poisoned else np.empty(size, np.uint8)
     return PagedCache(spec.format, num_pages, page_size, spec.h_kv, spec.d_qk, buffer, offset, stride)
 
 
@@ -284,7 +285,7 @@ class Inputs:
         return {**call, **self._options}
 
 
-def _dense_scope(spec: ArgSpec, rng: np.random.Generator) -> Scope:
+def _dense_scope(spec: ArgSpec, rng: np.random.Generator, filled: bool) -> Scope:
     used = max(-(-spec.length // spec.page_size), 1)
     width = used if spec.lengths == "wild" else used + 2
     lengths = draw_lengths(spec.lengths, spec.length, spec.batch, rng, width * spec.page_size)
@@ -298,9 +299,10 @@ def _dense_scope(spec: ArgSpec, rng: np.random.Generator) -> Scope:
         table[i, : len(ids)] = ids
         t = np.arange(tokens[i])
         slots.append(ids[t // spec.page_size].astype(np.int64) * spec.page_size + t % spec.page_size)
-    cache = empty_cache(spec, pages.num_pages, spec.page_size)
+    cache = empty_cache(spec, pages.num_pages, spec.page_size, filled)
     attended = np.concatenate(slots)
-    cache.write(attended, make_rows(spec, len(attended), rng))
+    if filled:
+        cache.write(attended, make_rows(spec, len(attended), rng))
     return Scope(cache, table, lengths)
 
 
@@ -325,7 +327,7 @@ def _index_rows(spec: ArgSpec, topk: int, own: np.ndarray, num_slots: int, rng: 
 
 
 def _sparse_scope(
-    spec: ArgSpec, page_size: int, topk: int, has_length: bool, tokens: np.ndarray, rng: np.random.Generator
+    spec: ArgSpec, page_size: int, topk: int, has_length: bool, tokens: np.ndarray, rng: np.random.Generator, filled: bool
 ) -> Scope:
     """`tokens` are the keys of each request in this cache."""
     needed = -(-tokens // page_size)
@@ -343,8 +345,9 @@ def _sparse_scope(
         garbage = np.array([2147480000, -7, pages.unused * page_size], np.int32)
         indices = np.where(counted, indices, garbage[rng.integers(0, 3, indices.shape)])
     selected = np.unique(indices[counted & (indices >= 0) & (indices < num_slots)].astype(np.int64))
-    cache = empty_cache(spec, pages.num_pages, page_size)
-    cache.write(selected, make_rows(spec, len(selected), rng))
+    cache = empty_cache(spec, pages.num_pages, page_size, filled)
+    if filled:
+        cache.write(selected, make_rows(spec, len(selected), rng))
     return Scope(cache, indices, lengths)
 
 
@@ -360,19 +363,23 @@ def make_sink(kind: str, h_q: int, rng: np.random.Generator) -> np.ndarray | Non
     return sink
 
 
-def make_inputs(spec: ArgSpec, seed: int = 0) -> Inputs:
-    """The arrays of `spec`; the same seed gives the same bits."""
+def make_inputs(spec: ArgSpec, seed: int = 0, filled: bool = True) -> Inputs:
+    """The arrays of `spec`; the same seed gives the same bits.
+
+    Where only shapes, dtypes and strides are of interest, q and the caches need not be `filled`.
+    """
     rng = np.random.default_rng([seed, *spec.id.encode()])
-    q = rng.standard_normal((spec.batch, spec.s_q, spec.h_q, spec.d_qk), dtype=np.float32) * np.float32(spec.std)
-    q = q.astype(DTYPES["fp16" if spec.format == "fp16" else "bf16"])
+    q = np.empty((spec.batch, spec.s_q, spec.h_q, spec.d_qk), DTYPES["fp16" if spec.format == "fp16" else "bf16"])
+    if filled:
+        q = (rng.standard_normal(q.shape, dtype=np.float32) * np.float32(spec.std)).astype(q.dtype)
     extra = None
     if spec.sparse:
         kind = "equal" if spec.lengths == "wild" else spec.lengths
         tokens = draw_lengths(kind, spec.length, spec.batch, rng, spec.length).astype(np.int64)
-        main = _sparse_scope(spec, spec.page_size, spec.topk, spec.topk_length, tokens, rng)
+        main = _sparse_scope(spec, spec.page_size, spec.topk, spec.topk_length, tokens, rng, filled)
         if spec.extra is not None:
             page_size, topk, has_length = spec.extra
-            extra = _sparse_scope(spec, page_size, topk, has_length, np.full(spec.batch, topk + page_size), rng)
+            extra = _sparse_scope(spec, page_size, topk, has_length, np.full(spec.batch, topk + page_size), rng, filled)
     else:
-        main = _dense_scope(spec, rng)
+        main = _dense_scope(spec, rng, filled)
     return Inputs(spec, q, main, extra, make_sink(spec.sink, spec.h_q, rng))

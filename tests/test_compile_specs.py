@@ -25,7 +25,7 @@ def kind(launch: Launch) -> tuple:
 
 def problem_of(spec: ArgSpec):
     """As PyTorch's arrays of the spec describe it, strides included."""
-    arrays = make_inputs(spec).as_call()
+    arrays = make_inputs(spec, filled=False).as_call()
     specs, options = {}, {}
     for name, x in arrays.items():
         if hasattr(x, "strides"):

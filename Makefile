@@ -1,11 +1,13 @@
 # make demo, make test: nothing but python3 (3.11 or newer), git and make is needed beforehand.
 # Variables: PYTHON (interpreter to build the environment with), VENV, CONSTRAINTS, EXTRAS, JOBS (test processes),
-# ARGS (more arguments for pytest, e.g. ARGS="-k sink -x").
+# ARGS (more arguments for pytest, e.g. ARGS="-k sink -x"), EXCEPT (markers of tests to leave out, e.g. EXCEPT=once).
 VENV ?= .venv
 CONSTRAINTS ?= constraints/all.txt
 EXTRAS ?= torch,jax,models,test
 JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); if [ $$n -gt 8 ]; then n=8; fi; echo $$n)
 ARGS ?=
+EXCEPT ?=
+BUT := $(foreach marker,$(EXCEPT), and not $(marker))
 BIN := $(VENV)/bin
 PATHS := .
 MAKEFLAGS += --no-print-directory
@@ -31,7 +33,7 @@ demo: venv
 test: test-compile test-gpu test-interpret
 
 test-compile: venv
-	TRITON_INTERPRET=0 $(BIN)/python -m pytest -n $(JOBS) -m "compile and not gpu" $(ARGS)
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "compile and not gpu$(BUT)" $(ARGS)
 
 test-gpu: venv
 	@if nvidia-smi -L >/dev/null 2>&1; then \
@@ -41,7 +43,7 @@ test-gpu: venv
 	fi
 
 test-interpret: venv
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) -m "not compile and not gpu" $(ARGS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not compile and not gpu$(BUT)" $(ARGS)
 
 lint: venv
 	$(BIN)/ruff check $(PATHS)

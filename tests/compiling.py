@@ -124,21 +124,36 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _allowed(row: Row) -> bool:
+def allowed(row: Row) -> bool:
     dense = row.get("sparse") is False or row.get("causal") or row.get("one_page") is False
     return not (dense and (row.get("sparse") or row.get("extra")))
+
+
+# Head counts and widths that are no factors.
+MORE_CONFIGS = (
+    Config("bf16", 128, one_page=False, widths=(288, 256)),
+    Config("bf16", 32, h_kv=4, causal=True, widths=(192, 128)),
+    Config("v32_fp8", 20, sparse=True, sink=True),
+)
 
 
 @cache
 def covering_configs() -> tuple[Config, ...]:
     """Every pair of the factors in some call, and head counts and widths of their own."""
-    rows, _ = cover(FACTORS, _allowed, lambda row: row.get("rows", 0))
-    return (
-        *(Config(**row) for row in rows),
-        Config("bf16", 128, one_page=False, widths=(288, 256)),
-        Config("bf16", 32, h_kv=4, causal=True, widths=(192, 128)),
-        Config("v32_fp8", 20, sparse=True, sink=True),
-    )
+    rows, _ = cover(FACTORS, allowed, lambda row: row.get("rows", 0))
+    return (*(Config(**row) for row in rows), *MORE_CONFIGS)
+
+
+@cache
+def covering_configs_of(devices: tuple[str, ...]) -> dict[str, tuple[Config, ...]]:
+    """The same with the device as one more factor: every value of every factor, and every pair of two, on some device."""
+    rows, _ = cover({"device": devices, **FACTORS}, allowed, lambda row: row.get("rows", 0))
+    found: dict[str, list[Config]] = {device: [] for device in devices}
+    for row in rows:
+        found[row["device"]].append(Config(**{name: value for name, value in row.items() if name != "device"}))
+    for i, config in enumerate(MORE_CONFIGS):
+        found[devices[i % len(devices)]].append(config)
+    return {device: tuple(configs) for device, configs in found.items()}
 
 
 @dataclass(frozen=True)

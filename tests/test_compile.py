@@ -8,15 +8,20 @@ import triton
 from triton.experimental.gluon._runtime import GluonJITFunction
 
 from tests.compiling import (
+    FACTORS,
+    MORE_CONFIGS,
     Compilation,
     Compiled,
+    allowed,
     compilations,
     compile_launch,
     covering_configs,
+    covering_configs_of,
     cuobjdump,
     instructions,
     loops,
 )
+from tests.pairwise import all_pairs, pairs_of
 
 pytestmark = pytest.mark.compile
 
@@ -31,13 +36,16 @@ def compiled(launches: list[Compilation]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in launches])
 
 
+def hopper() -> list[Compilation]:
+    return compilations(covering_configs(), HOPPER)
+
+
 def others() -> list[Compilation]:
-    """The attention of every call, and all launches of one call."""
+    """The attention of calls that cover every pair of device and factor and of two factors, and all launches of one call."""
     found = {}
-    for device in OTHERS:
-        configs = covering_configs()
+    for device, configs in covering_configs_of(OTHERS).items():
         cases = [case for case in compilations(configs, device) if case.launch.name == "attend_kernel"]
-        for case in (*compilations(configs[:1], device), *cases):
+        for case in (*compilations(covering_configs()[:1], device), *cases):
             found[case.id] = case
     return list(found.values())
 
@@ -69,7 +77,7 @@ def check_spills(result: Compiled, most: int) -> None:
             assert len([text for text in products[0] if "STL" in text or "LDL" in text]) <= 3
 
 
-@compiled(compilations(covering_configs(), HOPPER))
+@compiled(hopper())
 def test_hopper(case):
     result = check(case)
     wgmma = case.launch.name == "attend_kernel" and case.launch.constexprs["BLOCK_H"] >= 64
@@ -78,6 +86,18 @@ def test_hopper(case):
         assert any("HGMMA" in text for _, text in instructions(result.cubin)) == wgmma
     # A tile of 64 rows takes all 255 registers: what the outer loop needs may be spilled, what the inner one needs may not.
     check_spills(result, most=40)
+
+
+def test_the_other_gpus_get_every_pair_of_device_and_factors():
+    factors = {"device": OTHERS, **FACTORS}
+    shown = set()
+    for device, configs in covering_configs_of(OTHERS).items():
+        for config in configs:
+            if config not in MORE_CONFIGS:
+                shown |= pairs_of({"device": device, **{name: getattr(config, name) for name in FACTORS}}, factors)
+    # Everywhere but where two values contradict each other, which no device changes.
+    assert {pair for pair in all_pairs(factors) if "device" in (pair[0], pair[2])} <= shown
+    assert {pair for pair in all_pairs(factors) if allowed({pair[0]: pair[1], pair[2]: pair[3]})} <= shown
 
 
 @compiled(others())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -53,6 +54,11 @@ SPARSE_CALLS: dict[str, dict[str, Any]] = {
 ALL_CALLS = (*CALLS, *SPARSE_CALLS)
 
 
+def each(calls: Iterable[str]) -> pytest.MarkDecorator:
+    """All tests of a call in one process, which compiles it once."""
+    return pytest.mark.parametrize("call", [pytest.param(call, marks=pytest.mark.xdist_group(call)) for call in calls])
+
+
 @cache
 def plan(call: str) -> Plan:
     problem = dense_problem(**CALLS[call]) if call in CALLS else sparse_problem(**SPARSE_CALLS[call])
@@ -64,13 +70,19 @@ def compiled(call: str) -> Compiled:
     return check(Compilation(call, H200, plan(call), attend_launch(plan(call))))
 
 
+@cache
 def texts(call: str) -> list[tuple[int, str]]:
     if cuobjdump() is None:
         pytest.skip("Triton's wheel has no cuobjdump here")
     return instructions(compiled(call).cubin)
 
 
-@pytest.mark.parametrize("call", ALL_CALLS)
+@cache
+def inner_loops(call: str, word: str) -> list[list[str]]:
+    return innermost_loops(texts(call), word)
+
+
+@each(ALL_CALLS)
 def test_resources(call):
     result = compiled(call)
     assert result.threads == 32 * result.num_warps
@@ -79,7 +91,7 @@ def test_resources(call):
     assert "cp.async.bulk.tensor.2d" in result.ptx
 
 
-@pytest.mark.parametrize("call", CALLS)
+@each(CALLS)
 def test_every_partition_gets_its_registers(call):
     """Requests beyond the budget are dropped in silence, by Triton all of them and by ptxas each."""
     result = compiled(call)
@@ -97,12 +109,10 @@ def test_every_partition_gets_its_registers(call):
         assert sum("USETMAXREG" in text for _, text in texts(call)) == len(entries)
 
 
-@pytest.mark.parametrize("call", ALL_CALLS)
+@each(ALL_CALLS)
 def test_products_run_on_tensor_cores_side_by_side(call):
     """Both warpgroups have a loop of their own, and ptxas did not serialise what is asynchronous in it."""
-    code = texts(call)
-    loops = innermost_loops(code, "HGMMA")
-    products = [sum("HGMMA" in text for text in loop) for loop in loops]
+    products = [sum("HGMMA" in text for text in loop) for loop in inner_loops(call, "HGMMA")]
     # Of a block of 64 keys: QK by columns of 16 into 64 x 64, and P.V of both blocks by keys of 16 into 64 x 256, at once or
     # in two halves.
     halves = 2 if call in SPARSE_CALLS else 1
@@ -112,15 +122,15 @@ def test_products_run_on_tensor_cores_side_by_side(call):
 
 def local_accesses(call: str, word: str) -> list[int]:
     """Loads and stores of local memory in each innermost loop that has `word` in it."""
-    return [sum(bool(re.search(r"\b(LDL|STL)\b", text)) for text in loop) for loop in innermost_loops(texts(call), word)]
+    return [sum(bool(re.search(r"\b(LDL|STL)\b", text)) for text in loop) for loop in inner_loops(call, word)]
 
 
-@pytest.mark.parametrize("call", CALLS)
+@each(CALLS)
 def test_the_main_loops_use_no_local_memory(call):
     assert local_accesses(call, "HGMMA") == [0, 0]
 
 
-@pytest.mark.parametrize("call", CALLS)
+@each(CALLS)
 def test_the_loop_that_fetches_uses_little_local_memory(call):
     """Its partition has the fewest registers; of pages of 16 tokens it holds the places of eight at a time."""
     (accesses,) = local_accesses(call, "UTMALDG")
@@ -128,7 +138,7 @@ def test_the_loop_that_fetches_uses_little_local_memory(call):
     assert accesses <= (16 if small_pages else 0)
 
 
-@pytest.mark.parametrize("call", CALLS)
+@each(CALLS)
 def test_little_is_spilled_around_the_loops(call):
     result = compiled(call)
     if result.spill_stores:
@@ -140,7 +150,7 @@ def test_little_is_spilled_around_the_loops(call):
         assert result.spill_stores <= 192
 
 
-@pytest.mark.parametrize("call", SPARSE_CALLS)
+@each(SPARSE_CALLS)
 def test_registers_of_the_sparse_kernel(call):
     """The gathering partitions take what the products' can spare: 64 and 192 of a thread."""
     result = compiled(call)
@@ -154,7 +164,7 @@ def test_registers_of_the_sparse_kernel(call):
     assert max(local_accesses(call, "HGMMA")) <= 24
 
 
-@pytest.mark.parametrize("call", SPARSE_CALLS)
+@each(SPARSE_CALLS)
 def test_rows_are_loaded_by_sixteen_bytes(call):
     """Whatever the pages: narrower loads would take four times as many instructions."""
     loads = [text for _, text in texts(call) if "LDG.E" in text]

@@ -1,4 +1,7 @@
-"""The launches that plans choose for the shared specs, one of each kind, through the compiler without a GPU."""
+"""The launches that plans choose for the shared specs, one of each kind, through the compiler without a GPU.
+
+Kinds that tests/test_compile.py compiles are not compiled again with other numbers in them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from mla_kernels.problem import TensorSpec, make_problem
 from tests.arg_specs import ArgSpec, production_specs, real_specs, small_specs
 from tests.compiling import Compilation
 from tests.inputs import make_inputs
-from tests.test_compile import HOPPER, OTHERS, check, check_spills
+from tests.test_compile import HOPPER, OTHERS, check, check_spills, hopper, others
 
 pytestmark = pytest.mark.compile
 
@@ -38,11 +41,14 @@ def problem_of(spec: ArgSpec):
 def chosen(specs: list[ArgSpec], device: str) -> list[Compilation]:
     """The first of each kind of attention that the plans of `specs` launch on a device."""
     facts = KNOWN_DEVICES[device]
+    elsewhere = {
+        kind(case.launch) for case in (*hopper(), *others()) if case.facts == facts and case.launch.name == "attend_kernel"
+    }
     found: dict[tuple, Compilation] = {}
     for spec in specs:
         plan = plan_decode(problem_of(spec), facts)
         for launch in plan.launches:
-            if launch.name == "attend_kernel":
+            if launch.name == "attend_kernel" and kind(launch) not in elsewhere:
                 name = f"sm_{facts.compute_capability}-{spec.id}"
                 found.setdefault(kind(launch), Compilation(name, facts, plan, launch))
     return list(found.values())

@@ -65,7 +65,7 @@ def test_nothing_hangs(batch):
 def test_a_case_that_hangs_is_named():
     """What the test above makes of a process that never ends; it needs no GPU."""
     code, output = run(
-        "", 20, "import time; print('start one\\nok one\\nstart two\\nlaunched two', flush=True); time.sleep(600)"
+        "", 8, "import time; print('start one\\nok one\\nstart two\\nlaunched two', flush=True); time.sleep(600)"
     )
     assert code is None
     assert "hangs: launched two" in verdict(code, output)

@@ -228,6 +228,7 @@ def problem_of(spec: ArgSpec) -> Problem:
     return make_problem(**arrays, **options)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("spec", [*real_specs(), *small_specs()], ids=spec_id)
 def test_shared_specs(spec):
     """The tests on a GPU choose by `served`, which needs no arrays."""

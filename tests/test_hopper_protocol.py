@@ -263,6 +263,7 @@ def test_the_model_is_of_these_kernels():
     assert calls_in_source() == SOURCE
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("has_rope", [True, False], ids=ROPE.get)
 @pytest.mark.parametrize("sparse", [False, True], ids=KERNELS.get)
 @pytest.mark.parametrize("items", ITEMS, ids=str)
@@ -283,6 +284,7 @@ WAITS += [(True, has_rope, wait) for has_rope in (True, False) for wait in COMMO
 WAITS += [(True, True, "copies")]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("sparse", "has_rope", "wait"),
     [pytest.param(*case, id=f"{KERNELS[case[0]]}-{ROPE[case[1]]}-{case[2]}") for case in WAITS],

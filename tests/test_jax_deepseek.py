@@ -22,6 +22,8 @@ from examples.deepseek_config import Config, Yarn
 from mla_jax import jax_triton_compat as compat
 from tests.jax_lowered import kernel_calls
 
+pytestmark = pytest.mark.xdist_group("jax_deepseek")  # one process, which compiles a function once
+
 SMALL = Config(
     vocab_size=256,
     hidden_size=128,

@@ -11,7 +11,7 @@ from tests.kernel_runs import HAS_TORCH, INTERPRET, assert_judged, assert_same_b
 
 pytestmark = INTERPRET
 
-# Where PyTorch is installed, too, test_parity.py judges all specs.
+# Where PyTorch is installed, too, test_parity.py judges every third one: environments without it judge all of them.
 SPECS = small_specs()[::12] if HAS_TORCH else small_specs()
 
 

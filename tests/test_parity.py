@@ -11,7 +11,11 @@ from tests.kernel_runs import INTERPRET, check
 
 pytestmark = INTERPRET
 
+# test_kernels_torch.py judges the other specs through PyTorch; test_kernels_jax.py judges all through JAX in an environment
+# without PyTorch, which is CI's second one.
+SPECS = small_specs()[::3]
 
-@pytest.mark.parametrize("spec", small_specs(), ids=spec_id)
+
+@pytest.mark.parametrize("spec", SPECS, ids=spec_id)
 def test_small_specs(spec):
     check(make_inputs(spec))

@@ -162,6 +162,13 @@ def make_rows(spec: ArgSpec, n: int, rng: np.random.Generator) -> Rows:
     return Rows(data, scales)
 
 
+def jax_array(x: np.ndarray) -> Any:
+    """A copy of `x` in JAX.  Of every new shape `jax.numpy.asarray` would compile a function that copies it."""
+    import jax
+
+    return jax.device_put(np.array(x, order="C"))
+
+
 def draw_lengths(kind: str, largest: int, batch: int, rng: np.random.Generator, capacity: int) -> np.ndarray:
     """int32 [batch] of one of `ArgSpec.lengths`; `capacity` is what a call clamps to."""
     lengths = np.full(batch, largest, np.int64)
@@ -271,13 +278,11 @@ class Inputs:
 
         JAX arrays have no strides: caches are row-major, and `model1_fp8` ones are [pages, page_bytes] with their padding.
         """
-        import jax.numpy as jnp
-
-        call: dict[str, Any] = {name: jnp.asarray(x) for name, x in self._arrays().items()}
+        call: dict[str, Any] = {name: jax_array(x) for name, x in self._arrays().items()}
         sizes = []
         for name, cache in self._caches().items():
             in_page = get_format(cache.format).scale_in_page
-            call[name] = jnp.asarray(np.ascontiguousarray(cache.pages() if in_page else cache.array()))
+            call[name] = jax_array(cache.pages() if in_page else cache.array())
             sizes.append(cache.page_size)
         if get_format(self.spec.format).scale_in_page:
             call["cache_format"] = self.spec.format

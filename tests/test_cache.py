@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.inputs import jax_array
 from tests.judge import to_numpy
 
 FRAMEWORKS = [
@@ -25,9 +26,7 @@ SCALES_IDS = ["v32_fp8", "v32_fp8-pow2", "v32_fp8-unrounded", "model1_fp8"]
 
 def convert(framework: str, x: np.ndarray) -> Any:
     if framework == "jax":
-        import jax.numpy as jnp
-
-        return jnp.asarray(x)
+        return jax_array(x)
     import torch
 
     if x.dtype in (BF16, E4M3):

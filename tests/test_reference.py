@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.arg_specs import ArgSpec
-from tests.inputs import make_inputs
+from tests.inputs import jax_array, make_inputs
 from tests.judge import assert_close, judge, to_fp64, to_numpy
 
 FRAMEWORKS = [
@@ -104,9 +104,7 @@ def convert(framework: str, x: Any) -> Any:
     if not isinstance(x, np.ndarray):
         return x
     if framework == "jax":
-        import jax.numpy as jnp
-
-        return jnp.asarray(x)
+        return jax_array(x)
     import torch
 
     for name in ("bfloat16", "float8_e4m3fn"):

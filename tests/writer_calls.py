@@ -12,7 +12,7 @@ import pytest
 
 from mla_kernels.formats import get_format
 from tests.arg_specs import ArgSpec
-from tests.inputs import PagedCache, Rows, empty_cache
+from tests.inputs import PagedCache, Rows, empty_cache, jax_array
 from tests.judge import to_numpy
 from tests.test_cache import convert, expected_bytes
 
@@ -180,12 +180,10 @@ def torch_cache(cache: PagedCache, device: str = "cpu") -> tuple[Any, Any]:
 
 def jax_cache(cache: PagedCache) -> tuple[Any, dict[str, Any]]:
     """A row-major array, in pages of bytes where a page is laid out as a whole, and the options that say so."""
-    import jax.numpy as jnp
-
     if get_format(cache.format).scale_in_page:
         options = {"cache_format": cache.format, "page_size": cache.page_size}
-        return jnp.asarray(np.ascontiguousarray(cache.pages())), options
-    return jnp.asarray(np.ascontiguousarray(cache.array())), {}
+        return jax_array(cache.pages()), options
+    return jax_array(cache.array()), {}
 
 
 def torch_rows(x: np.ndarray | None, device: str = "cpu", strided: bool = False) -> Any:

@@ -30,6 +30,14 @@ def both_ways(**more) -> list[ArgSpec]:
     return specs + [replace(spec, topk=spec.length) for spec in specs]
 
 
+def taking_turns(first, second, third) -> list[tuple]:
+    """Every pair of values of two of the factors: all of the first two, with the values of the third one in turn."""
+    found = [(a, b, third[(i + j) % len(third)]) for i, a in enumerate(first) for j, b in enumerate(second)]
+    for x, y, pairs in ((first, third, {(a, c) for a, _, c in found}), (second, third, {(b, c) for _, b, c in found})):
+        assert len(pairs) == len(x) * len(y)
+    return found
+
+
 def poisoned_share(inputs: Inputs) -> float:
     """What part of the cache is bytes that would be NaN."""
     return float((inputs.main.cache.buffer == 0xFF).mean())
@@ -165,9 +173,7 @@ def test_case_11_more_query_rows_than_table_rows(spec, causal):
     check(make_inputs(replace(spec, causal=causal and not spec.sparse, h_q=20)))
 
 
-@pytest.mark.parametrize("s_q", [3, 5, 7])
-@pytest.mark.parametrize("num_splits", [None, 2])
-@pytest.mark.parametrize("cache_format", FORMATS)
+@pytest.mark.parametrize(("cache_format", "s_q", "num_splits"), taking_turns(FORMATS, (3, 5, 7), (None, 2)))
 def test_case_12_every_position_has_its_own_result(cache_format, s_q, num_splits):
     spec = spec_of(cache_format, batch=2, s_q=s_q, length=70, page_size=16, causal=True, num_splits=num_splits)
     inputs = make_inputs(spec)
@@ -189,9 +195,10 @@ def test_case_12_causal_rows_before_the_first_key(length):
     assert np.isfinite(lse[..., 5 - length :]).all()
 
 
-@pytest.mark.parametrize("widths", [(320, 256), (288, 256), (512, 512), (192, 128), (256, 256), (17, 5), (1, 1), (129, 1)])
-@pytest.mark.parametrize("topk", [0, 40])
-@pytest.mark.parametrize("cache_format", ["bf16", "fp16"])
+OTHER_WIDTHS = ((320, 256), (288, 256), (512, 512), (192, 128), (256, 256), (17, 5), (1, 1), (129, 1))
+
+
+@pytest.mark.parametrize(("widths", "topk", "cache_format"), taking_turns(OTHER_WIDTHS, (0, 40), ("bf16", "fp16")))
 def test_case_13_widths(cache_format, widths, topk):
     d_qk, d_v = widths
     check(make_inputs(ArgSpec(format=cache_format, d_qk=d_qk, d_v=d_v, batch=2, h_q=5, length=70, topk=topk, num_splits=2)))
@@ -215,11 +222,12 @@ def test_several_key_value_heads(h_kv):
         check(make_inputs(spec))
 
 
-@pytest.mark.parametrize("page_size", [1, 2, 16, 53, 61, 128, 256, 576])
-@pytest.mark.parametrize("topk", [0, 70])
-def test_case_16_page_sizes(page_size, topk):
-    for cache_format in FORMATS:
-        check(make_inputs(spec_of(cache_format, batch=2, page_size=page_size, length=150, lengths="ragged", topk=topk)))
+PAGE_SIZES = (1, 2, 16, 53, 61, 128, 256, 576)
+
+
+@pytest.mark.parametrize(("page_size", "cache_format", "topk"), taking_turns(PAGE_SIZES, FORMATS, (0, 70)))
+def test_case_16_page_sizes(page_size, cache_format, topk):
+    check(make_inputs(spec_of(cache_format, batch=2, page_size=page_size, length=150, lengths="ragged", topk=topk)))
 
 
 @pytest.mark.parametrize("layout", ["padded", "skewed", "interleaved"])

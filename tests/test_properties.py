@@ -1,5 +1,6 @@
 """Whole problems drawn at random: judged, and held to laws that need no judge."""
 
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -19,6 +20,11 @@ pytestmark = INTERPRET
 
 INT32_MAX = 2**31 - 1
 SEEDS = st.integers(0, 2**16)
+
+
+def examples(count: int) -> settings:
+    """Two thirds of them, or all if it is asked for."""
+    return settings(max_examples=count if "MLA_ALL_EXAMPLES" in os.environ else count * 2 // 3)
 
 
 @st.composite
@@ -75,14 +81,14 @@ def one_request(inputs: Inputs, i: int) -> Inputs:
     return replace(each_scope(inputs, cut), q=inputs.q[i : i + 1], spec=replace(inputs.spec, batch=1))
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(spec=specs(), seed=SEEDS, scale=st.none() | st.floats(-1, 1, width=32))
 def test_any_call_agrees_with_fp64(spec, seed, scale):
     more = {} if scale is None else {"softmax_scale": scale * spec.d_qk**-0.5}
     check(make_inputs(spec, seed), **more)
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(spec=specs(sparse=True, extra=False), seed=SEEDS)
 def test_a_key_that_is_selected_twice_counts_twice(spec, seed):
     inputs = make_inputs(spec, seed)
@@ -93,7 +99,7 @@ def test_a_key_that_is_selected_twice_counts_twice(spec, seed):
     assert_judged(decode_either(inputs), inputs)
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(spec=specs(), seed=SEEDS)
 def test_where_pages_lie_changes_no_bit(spec, seed):
     rng = np.random.default_rng(seed)
@@ -105,7 +111,7 @@ def test_where_pages_lie_changes_no_bit(spec, seed):
     assert_same_bits(decode_either(inputs), decode_either(each_scope(inputs, permute)))
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(spec=specs(), seed=SEEDS, count=st.integers(1, 5))
 def test_more_pages_that_nobody_uses_change_no_bit(spec, seed, count):
     def far(scope: Scope) -> Scope:
@@ -124,7 +130,7 @@ def test_more_pages_that_nobody_uses_change_no_bit(spec, seed, count):
     assert_same_bits(decode_either(inputs), decode_either(each_scope(inputs, add)))
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(spec=specs(batch=(2, 3), num_splits=(1, 2, 3, 7)), seed=SEEDS)
 def test_with_num_splits_a_row_does_not_depend_on_its_batch(spec, seed):
     inputs = make_inputs(spec, seed)
@@ -133,7 +139,7 @@ def test_with_num_splits_a_row_does_not_depend_on_its_batch(spec, seed):
         assert_same_bits((out[i : i + 1], lse[i : i + 1]), decode_either(one_request(inputs, i)))
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(spec=specs(sparse=True, extra=False, topk=(2, 150)), seed=SEEDS, data=st.data())
 def test_keys_may_come_from_either_cache(spec, seed, data):
     spec = replace(spec, topk_length=False, lengths="equal")
@@ -147,7 +153,7 @@ def test_keys_may_come_from_either_cache(spec, seed, data):
     assert_judged(decode_either(split), inputs)
 
 
-@settings(max_examples=10)
+@examples(10)
 @given(spec=specs(), seed=SEEDS)
 def test_a_sink_of_minus_infinity_changes_no_bit_and_one_of_infinity_leaves_zeros(spec, seed):
     inputs = make_inputs(replace(spec, sink="none"), seed)

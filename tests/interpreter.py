@@ -94,7 +94,8 @@ def _known_types(init: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, A
     known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def init_once(self: Any, element_ty: Any, shape: Any) -> None:
-        key = (element_ty.name, *(tl.core._unwrap_if_constexpr(extent) for extent in shape))
+        extents = [extent.value if isinstance(extent, tl.constexpr) else extent for extent in shape]
+        key = (element_ty.name, *extents)
         if key in known:
             self.element_ty = element_ty
             self.shape, self.numel, self.name = known[key]
@@ -111,7 +112,7 @@ def _known_shapes() -> Callable[[Any, Any, Any], None]:
 
     def init(self: Any, handle: Any, type: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        extents = tuple(type.shape) if type.is_block() else ()
+        extents = tuple(type.shape.values) if type.is_block() else ()
         if extents not in known:
             known[extents] = (tl.constexpr(math.prod(extents)), tl.tuple([tl.constexpr(extent) for extent in extents]))
         self.numel, self.shape = known[extents]

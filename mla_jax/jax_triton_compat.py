@@ -165,7 +165,7 @@ def slim_calls(lib: ModuleType) -> None:
     library = lib.triton_kernel_call_lib
     if isinstance(library, _SlimLibrary):
         return
-    lib.triton_kernel_call_lib = _SlimLibrary(library)  # type: ignore[assignment]
+    lib.triton_kernel_call_lib = _SlimLibrary(library)  # type: ignore[attr-defined]
 
 
 class _SlimLibrary:

@@ -8,13 +8,14 @@ half of the 512 output columns:
 - warpgroup 1 scores block 1, waits for P0 and adds P0.V0 to its half while it makes P1, publishes P1, and adds P1.V1.
 
 So one of them is in its softmax while the other keeps the tensor cores busy.  A block lies in shared memory in two halves
-of its columns, each with a barrier that says it is full and one that says it is empty (its last product is done).  The
-producer waits for `empty`, each half's before it fills it with keys of the next pair.
+of its columns, each with a barrier that says it is full (every partition that fetches has filled its share) and one that
+says it is empty (its last product is done).  Those that fetch wait for `empty`, each half's before they fill it with keys of
+the next pair.
 
 No cycle of waits exists: within a pair, in the order
   full(0, *) -> P0 -> empty(0, 0), empty(0, 1) -> full(1, *) -> P1 -> empty(1, *)
-everything waits only for what stands before it, or for the pair before; and all three partitions see the same number of
-pairs in the same items.
+everything waits only for what stands before it, or for the pair before; the queries of an item wait for the end of the item
+before; and all partitions see the same number of pairs in the same items.
 """
 
 from triton.experimental import gluon

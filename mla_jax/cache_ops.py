@@ -19,7 +19,7 @@ from mla_kernels.launch import Refusal
 from . import interpret, jax_triton_compat, launcher
 from .cache_reference import Arrays, append_reference, copy_pages_reference, read_reference
 from .device import current_facts
-from .specs import array_spec
+from .specs import array_spec, narrow
 from .traced import vary
 
 IMPLEMENTATIONS = ("triton", "reference")
@@ -195,7 +195,7 @@ def append(
       NotImplementedError: a reserved format, more than one key-value head, a cache of int8 or float8, a gradient, a
         `vmap`, or no implementation serves the call.
     """
-    given = {"kv_cache": kv_cache, "latent": latent, "slots": slots}
+    given = {"kv_cache": kv_cache, "latent": latent, "slots": narrow(slots)}
     if rope is not None:
         given["rope"] = rope
     specs = {name: array_spec(name, array) for name, array in given.items()}
@@ -239,7 +239,7 @@ def read(
         wanted = None if dtype is None else jnp.dtype(dtype).name
     except TypeError:
         raise ValueError(f"dtype: expected None or a dtype, got {dtype!r}") from None
-    given = {"kv_cache": kv_cache, "slots": slots}
+    given = {"kv_cache": kv_cache, "slots": narrow(slots)}
     specs = {name: array_spec(name, array) for name, array in given.items()}
     problem = make_read(**specs, cache_format=cache_format, page_size=page_size, dtype=wanted)
     call = _call(problem, implementation)
@@ -272,7 +272,7 @@ def copy_pages(
     Raises (while tracing):
       ValueError, NotImplementedError: as `append`.
     """
-    given = {"kv_cache": kv_cache, "source_pages": source_pages, "target_pages": target_pages}
+    given = {"kv_cache": kv_cache, "source_pages": narrow(source_pages), "target_pages": narrow(target_pages)}
     specs = {name: array_spec(name, array) for name, array in given.items()}
     problem = make_copy_pages(**specs, cache_format=cache_format, page_size=page_size)
     _expect_writable(kv_cache, problem)

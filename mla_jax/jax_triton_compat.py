@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
@@ -142,7 +143,11 @@ def adapt_compiler(lib: ModuleType) -> None:
         if isinstance(backend, lib.cb.CUDABackend):
             backend_options = dict(backend_options)
             backend = Backend(gpu_target, isinstance(self.fn, GluonJITFunction), backend_options)
-        return original(self, spec, gpu_target, backend, backend_options)
+        before = _slim.set(self.fn.__module__.split(".")[0] == "mla_kernels")
+        try:
+            return original(self, spec, gpu_target, backend, backend_options)
+        finally:
+            _slim.reset(before)
 
     compile_kernel.adapted = True  # type: ignore[attr-defined]
     lib.TritonFunction._compile_kernel = compile_kernel
@@ -153,14 +158,17 @@ def slim_ptx(ptx: str) -> str:
     code = re.sub(r"//[^\n]*", "", ptx)
     code = re.sub(r"^\s*\.section\b[^{]*\{[^}]*\}", "", code, flags=re.MULTILINE)
     lines = [line.strip() for line in code.splitlines()]
-    return "\n".join(line for line in lines if line and not line.startswith((".loc", ".file"))) + "\n"
+    return "\n".join(line for line in lines if line and not re.match(r"\.(loc|file)\s", line)) + "\n"
+
+
+_slim: ContextVar[bool] = ContextVar("slim", default=False)  # whether a kernel of this package is being compiled
 
 
 def slim_calls(lib: ModuleType) -> None:
-    """Leaves out of compiled calls what nobody runs, once.
+    """Leaves out of compiled calls of this package's kernels what nobody runs, once.
 
     jaxlib finds the kernel of a call, each time that it runs it, by the whole text of the call, and takes the longer for it
-    the longer that is: PTX with its comments, and the source in Triton's own representation.
+    the longer that is: PTX with its comments, and the source in Triton's own representation.  Other kernels keep theirs.
     """
     library = lib.triton_kernel_call_lib
     if isinstance(library, _SlimLibrary):
@@ -169,7 +177,7 @@ def slim_calls(lib: ModuleType) -> None:
 
 
 class _SlimLibrary:
-    """jaxlib's library of kernel calls, but that the kernels it makes are slim."""
+    """jaxlib's library of kernel calls, but that the kernels it makes are slim where `_slim` says so."""
 
     def __init__(self, library: ModuleType):
         self._library = library
@@ -180,14 +188,9 @@ class _SlimLibrary:
     def _make_kernel(
         self, name: str, num_warps: int, num_ctas: int, shared_memory: int, binary: Any, source: str, *rest: Any
     ) -> Any:
-        if isinstance(binary, str) and ".entry" in binary:  # PTX
+        if _slim.get() and isinstance(binary, str):
             binary, source = slim_ptx(binary), ""
         return self._library.TritonKernel(name, num_warps, num_ctas, shared_memory, binary, source, *rest)
-
-
-def ptx_of_calls(ptx: str) -> str:
-    """What Triton's PTX of a kernel becomes in a compiled call."""
-    return slim_ptx(ptx) if (0, 4) <= version_of("jax-triton") <= (0, 4, 1) else ptx
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from mla_kernels.cache_problem import check_token_slots
 
-from .specs import array_spec
+from .specs import array_spec, narrow
 
 
 def token_slots(block_table: jax.Array, positions: jax.Array, page_size: int) -> jax.Array:
@@ -18,7 +18,7 @@ def token_slots(block_table: jax.Array, positions: jax.Array, page_size: int) ->
     Args:
       block_table: int32 [b, max_pages], the pages of each request.  Entries that no position leads to may hold anything.
       positions: int32 or int64 [b, ...], position 0 is the first token of a request; below 0 there is none.
-      page_size: tokens of a page.
+      page_size: tokens of a page, a Python int (static under `jit`).
 
     Returns:
       int32 of the shape of `positions`: `page * page_size + offset`, and -1 where the position is below 0 or behind the
@@ -27,6 +27,7 @@ def token_slots(block_table: jax.Array, positions: jax.Array, page_size: int) ->
     Raises (while tracing):
       ValueError: a wrong type, shape or dtype; the message names the argument.
     """
+    positions = narrow(positions)
     table_spec, positions_spec = array_spec("block_table", block_table), array_spec("positions", positions)
     last_page = check_token_slots(table_spec, positions_spec, page_size)
     b, max_pages = block_table.shape

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from mla_jax import jax_triton_compat as compat
+
 TARGETS = ("triton_kernel_call", "triton_kernel_call_ffi")
 
 
@@ -161,3 +163,9 @@ def kernel_calls(lowered: Any) -> list[KernelCall]:
             payload = attributes["backend_config"].value_bytes
         calls.append(_parse(payload, operation))
     return calls
+
+
+def ptx_of_calls(ptx: str) -> str:
+    """What Triton's PTX of one of the package's kernels becomes in a compiled call."""
+    slim = (0, 4) <= compat.version_of("jax-triton") <= (0, 4, 1)
+    return compat.slim_ptx(ptx) if slim else ptx

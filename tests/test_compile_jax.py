@@ -9,7 +9,7 @@ from mla_jax import jax_triton_compat as compat
 from mla_jax.choice import IMPLEMENTATIONS
 from mla_kernels.device import KNOWN_DEVICES
 from tests.compiling import Config, compile_launch
-from tests.jax_lowered import TARGETS, kernel_calls
+from tests.jax_lowered import TARGETS, kernel_calls, ptx_of_calls
 
 DEVICE = "NVIDIA H200"
 
@@ -98,7 +98,7 @@ def test_lowered(config, implementation):
         arrays = [value for value in call.params if isinstance(value, str)]
         assert len(arrays) == len(launch.inputs) + len(launch.outputs)
         compiled = compile_launch(plan, launch)
-        assert call.ptx == compat.ptx_of_calls(compiled.ptx)
+        assert call.ptx == ptx_of_calls(compiled.ptx)
         assert call.num_warps == compiled.num_warps
         assert call.shared_memory == compiled.shared_memory
     for name, operations in uses(lowered.compiler_ir("stablehlo"), arguments).items():

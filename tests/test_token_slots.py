@@ -37,6 +37,14 @@ class TestBoth:
         expected = [[-1, -1, 95, 0, 15, -1, -1, -1, -1], [-1, -1, 47, 112, 127, -1, -1, -1, -1]]
         np.testing.assert_array_equal(slots_of(framework, TABLE, positions), expected)
 
+    def test_positions_beyond_int32(self, framework: str) -> None:
+        """As numpy has them: JAX without 64-bit types would take them for others."""
+        positions = np.array([[2**32 + 1, 2**32, -(2**32), 1]] * 2, np.int64)
+        table = TABLE if framework == "jax" else convert(framework, TABLE)
+        given = positions if framework == "jax" else convert(framework, positions)
+        found = module_of(framework).token_slots(table, given, 16)
+        np.testing.assert_array_equal(np.asarray(found), [[-1, -1, -1, 81], [-1, -1, -1, 33]])
+
     def test_the_largest_slots(self, framework: str) -> None:
         table = np.array([[2**31 - 1, 2**31 // 64 - 1, 2**31 // 64]], np.int32)
         ones = slots_of(framework, table, np.array([[0, 1, 2]], np.int32), page_size=1)

@@ -160,6 +160,17 @@ def test_arrays_of_numpy() -> None:
     np.testing.assert_array_equal(bits(found), bits(expected))
 
 
+def test_slots_beyond_int32() -> None:
+    """As numpy has them: without 64-bit types JAX would write to others."""
+    cache = jnp.zeros((2, 16, 1, 576), jnp.bfloat16)
+    slots = np.array([2**32 + 5, -(2**32) + 6, 7], np.int64)
+    written = mla_jax.append(cache, jnp.ones((3, 512)), jnp.ones((3, 64)), slots)
+    assert np.asarray(written.astype(jnp.float32)).any((2, 3)).nonzero()[1].tolist() == [7]
+    assert (mla_jax.read(written, slots)[:, 0] == jnp.array([0, 0, 1])).all()
+    copied = mla_jax.copy_pages(written, np.array([0, 2**32], np.int64), np.array([2**32 + 1, 1], np.int64))
+    assert (copied == written).all()
+
+
 def test_pages_as_a_whole_and_by_token_are_the_same() -> None:
     arrays, options = arrays_of("model1_fp8", page_size=72)  # 72 * 584 bytes need no padding
     expected = mla_jax.append(**arrays, **options)

@@ -1,8 +1,8 @@
 """The partitions of the sparse kernel that fetch: two warpgroups, which gather fp8 rows by index and dequantise them.
 
-Each has one half of the keys of every block.  A block is loaded into registers as a whole, as soon as the one before it has
-left them; its rows are fetched into the second-level cache while that one is dequantised.  Of 64 registers of a thread, 32
-hold what is stored; what is loaded and then spilled would be waited for at once.
+Each has one half of the keys of every block.  A block is loaded into registers as a whole (but for V3.2's RoPE part), as soon
+as the one before it has left them; its rows are fetched into the second-level cache while that one is dequantised.  Of 64
+registers of a thread 40 hold it; what is loaded and then spilled would be waited for at once.
 """
 
 # Without `from __future__ import annotations`: an aggregate looks at the annotations of its fields.
@@ -11,15 +11,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..decode_row import e8m0_to_float32
+from . import sizes
 from .dequantise import e4m3_to_bf16
 from .gluon_names import aggregate, commit_copies, copy_async, reinterpret, wait_copies
 from .parts import BLOCK, HALF, ROPE, pairs_of
 from .producer import fetch_queries
 
-LAST_WORD = gl.constexpr(656 // 4 - 1)  # of a V3.2 row
-SHARE = gl.constexpr(BLOCK.value // 2)  # keys of a block that one warpgroup gathers
+SHARE = gl.constexpr(sizes.BLOCK // sizes.GATHERERS)  # keys of a block that one warpgroup gathers
 
-# Lanes: eight, which are served at once, read 128 bytes of a row.
+# Lanes: eight, which are served at once, read 128 bytes of a row (or, of 16 words, four read 64 bytes).
 _ROWS_OF_LANES, _ROWS_OF_WARPS = [[1, 0], [2, 0]], [[4, 0], [8, 0]]
 WORDS_64 = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -249,13 +249,10 @@ def _prefetch(keys, pair, slot, E8M0: gl.constexpr):
     rows = gl.expand_dims(gl.convert_layout(rows, gl.SliceLayout(1, LINES)), 1)
     scales = gl.expand_dims(gl.convert_layout(scales, gl.SliceLayout(1, LINES)), 1)
     wanted = gl.expand_dims(gl.convert_layout(slot, gl.SliceLayout(1, LINES)) >= 0, 1)
-    if E8M0:  # five lines
-        words = gl.where(line == 5, scales, rows + 32 * line)
-        wanted = wanted & (line < 6)
-    else:  # six, or seven where a row does not begin with one
-        words = rows + gl.minimum(32 * line, LAST_WORD)
-        wanted = wanted & (line < 7)
-    words, wanted = gl.broadcast(words, wanted)
+    words = rows + 32 * line  # V3.2: six lines; MODEL1: five
+    if E8M0:
+        words = gl.where(line == 5, scales, words)
+    words, wanted = gl.broadcast(words, wanted & (line < 6))
     gl.inline_asm_elementwise(
         PREFETCH, "=r,l,r", [words.to(gl.int64), wanted.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -264,12 +261,12 @@ def _prefetch(keys, pair, slot, E8M0: gl.constexpr):
 @gluon.jit
 def _fill_block(
     keys, buffers, full, empty, block, parity, pair, slot, index, zero,
-    WHICH: gl.constexpr, E8M0: gl.constexpr, ROPE_WORD: gl.constexpr, SHARE_INDEX: gl.constexpr,
+    WHICH: gl.constexpr, HAS_ROPE: gl.constexpr, E8M0: gl.constexpr, ROPE_WORD: gl.constexpr, SHARE_INDEX: gl.constexpr,
 ):  # fmt: skip
     """Writes a block to shared memory, the half of its columns that is given back first before the other; loads the next.
 
-    The RoPE part comes with the second half: over that of block 1 lies P1 until its second half is empty.  Returns the slots
-    of the next block, what is loaded of it, and the indices of the one after it.
+    A RoPE part of its own comes with the second half: over that of block 1 lies P1 until its second half is empty.  Returns
+    the slots of the next block, what is loaded of it, and the indices of the one after it.
     """
     FIRST: gl.constexpr = 3 * WHICH
     SECOND: gl.constexpr = 1 + WHICH
@@ -281,10 +278,10 @@ def _fill_block(
     next_slot = keys.slots(next_pair, index)
     _prefetch(keys, next_pair, next_slot, E8M0)
     mbarrier.wait(empty[SECOND], parity)
-    if not E8M0:
+    if HAS_ROPE:
         _copy_rope(keys, buffers.rope.index(zero + WHICH), pair, slot, ROPE_WORD, SHARE_INDEX)
     _store_half(buffers.k.index(zero + SECOND), block, 1 - WHICH, E8M0, SHARE_INDEX)
-    if not E8M0:
+    if HAS_ROPE:
         wait_copies(0)
     mbarrier.arrive(full[SECOND])
     next_block = _load_block(keys, next_pair, next_slot, E8M0, ROPE_WORD)
@@ -323,6 +320,7 @@ def gather(
             zero = pair >> 30
             for which in gl.static_range(2):
                 slot, block, index = _fill_block(
-                    keys, buffers, full, empty, block, parity, pair, slot, index, zero, which, E8M0, ROPE_WORD, SHARE_INDEX
-                )
+                    keys, buffers, full, empty, block, parity, pair, slot, index, zero,
+                    which, HAS_ROPE, E8M0, ROPE_WORD, SHARE_INDEX,
+                )  # fmt: skip
             pairs_done += 1

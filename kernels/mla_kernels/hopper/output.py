@@ -14,11 +14,11 @@ def write(
     OUT_STRIDE_B: gl.constexpr, OUT_STRIDE_S: gl.constexpr, OUT_STRIDE_H: gl.constexpr, HALF_INDEX: gl.constexpr,
 ):  # fmt: skip
     """Writes one half of the columns of an item, and with half 0 its log-sum-exp."""
-    O_LAYOUT: gl.constexpr = acc.type.layout
-    row = work.tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, O_LAYOUT))
+    OUT_LAYOUT: gl.constexpr = acc.type.layout
+    row = work.tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, OUT_LAYOUT))
     row_ok = row < ROWS
     mask = gl.expand_dims(row_ok, 1)
-    col = gl.expand_dims(HALF_INDEX * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, O_LAYOUT)), 0)
+    col = gl.expand_dims(HALF_INDEX * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, OUT_LAYOUT)), 0)
     empty = l == 0.0
     l = gl.where(empty, 1.0, l)
     lse = (m + gl.log2(l)) * LN2

@@ -12,7 +12,7 @@ from .schedule import new_work, uniform
 
 CONSUMER_REGISTERS = gl.constexpr(sizes.GATHER_CONSUMER_REGISTERS)
 PRODUCER_REGISTERS = gl.constexpr(sizes.GATHER_REGISTERS)
-GATHERERS = gl.constexpr(2)
+GATHERERS = gl.constexpr(sizes.GATHERERS)
 
 
 @gluon.jit(

@@ -27,7 +27,7 @@ def narrow(array: Any) -> Any:
 
     What lies beyond int32 becomes one of its ends, which is no slot, where JAX would make another number of it.
     """
-    if isinstance(array, np.ndarray) and array.dtype == np.int64 and not jax.config.jax_enable_x64:
+    if isinstance(array, np.ndarray) and array.dtype == np.int64 and jax.dtypes.canonicalize_dtype(np.int64) == np.int32:
         ends = np.iinfo(np.int32)
         return np.clip(array, ends.min, ends.max).astype(np.int32)
     return array

@@ -33,7 +33,7 @@ demo: venv
 test: test-compile test-gpu test-interpret
 
 test-compile: venv
-	TRITON_INTERPRET=0 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "compile and not gpu$(BUT)" $(ARGS)
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest -n $(JOBS) -m "compile and not gpu$(BUT)" $(ARGS)
 
 test-gpu: venv
 	@if nvidia-smi -L >/dev/null 2>&1; then \
@@ -43,7 +43,7 @@ test-gpu: venv
 	fi
 
 test-interpret: venv
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not compile and not gpu$(BUT)" $(ARGS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) -m "not compile and not gpu$(BUT)" $(ARGS)
 
 lint: venv
 	$(BIN)/ruff check $(PATHS)

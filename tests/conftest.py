@@ -5,6 +5,7 @@ import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,38 @@ if importlib.util.find_spec("hypothesis") is not None:
         "mla", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize="CI" in os.environ
     )
     settings.load_profile("mla")
+
+
+# What their tests compile or build serves several of them: one process runs all tests of such a file, or of one of its calls.
+TOGETHER = (
+    "test_jax_deepseek.py",
+    "test_packaging.py",
+    "test_compile_writers.py",
+    "test_sparse_examples.py",
+    "test_serve_loop.py",
+)
+TOGETHER_BY_CALL = ("test_compile_hopper.py",)
+
+
+def together(nodeid: str) -> str:
+    """A name that tests which belong into one process share."""
+    path, _, test = nodeid.partition("::")
+    name = path.rsplit("/", 1)[-1]
+    if name in TOGETHER_BY_CALL:
+        return f"{path}{test[test.find('[') :]}"
+    return path if name in TOGETHER else nodeid
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """As pytest-xdist's `--dist loadgroup`, which does nothing with pytest 9.2; the largest groups come first."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Together(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return together(nodeid)
+
+    return Together(config, log)
 
 
 def cuda_devices() -> int:

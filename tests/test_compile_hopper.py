@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -54,11 +53,6 @@ SPARSE_CALLS: dict[str, dict[str, Any]] = {
 ALL_CALLS = (*CALLS, *SPARSE_CALLS)
 
 
-def each(calls: Iterable[str]) -> pytest.MarkDecorator:
-    """All tests of a call in one process, which compiles it once."""
-    return pytest.mark.parametrize("call", [pytest.param(call, marks=pytest.mark.xdist_group(call)) for call in calls])
-
-
 @cache
 def plan(call: str) -> Plan:
     problem = dense_problem(**CALLS[call]) if call in CALLS else sparse_problem(**SPARSE_CALLS[call])
@@ -82,7 +76,7 @@ def inner_loops(call: str, word: str) -> list[list[str]]:
     return innermost_loops(texts(call), word)
 
 
-@each(ALL_CALLS)
+@pytest.mark.parametrize("call", ALL_CALLS)
 def test_resources(call):
     result = compiled(call)
     assert result.threads == 32 * result.num_warps
@@ -91,7 +85,7 @@ def test_resources(call):
     assert "cp.async.bulk.tensor.2d" in result.ptx
 
 
-@each(CALLS)
+@pytest.mark.parametrize("call", CALLS)
 def test_every_partition_gets_its_registers(call):
     """Requests beyond the budget are dropped in silence, by Triton all of them and by ptxas each."""
     result = compiled(call)
@@ -109,7 +103,7 @@ def test_every_partition_gets_its_registers(call):
         assert sum("USETMAXREG" in text for _, text in texts(call)) == len(entries)
 
 
-@each(ALL_CALLS)
+@pytest.mark.parametrize("call", ALL_CALLS)
 def test_products_run_on_tensor_cores_side_by_side(call):
     """Both warpgroups have a loop of their own, and ptxas did not serialise what is asynchronous in it."""
     products = [sum("HGMMA" in text for text in loop) for loop in inner_loops(call, "HGMMA")]
@@ -125,12 +119,12 @@ def local_accesses(call: str, word: str) -> list[int]:
     return [sum(bool(re.search(r"\b(LDL|STL)\b", text)) for text in loop) for loop in inner_loops(call, word)]
 
 
-@each(CALLS)
+@pytest.mark.parametrize("call", CALLS)
 def test_the_main_loops_use_no_local_memory(call):
     assert local_accesses(call, "HGMMA") == [0, 0]
 
 
-@each(CALLS)
+@pytest.mark.parametrize("call", CALLS)
 def test_the_loop_that_fetches_uses_little_local_memory(call):
     """Its partition has the fewest registers; of pages of 16 tokens it holds the places of eight at a time."""
     (accesses,) = local_accesses(call, "UTMALDG")
@@ -138,7 +132,7 @@ def test_the_loop_that_fetches_uses_little_local_memory(call):
     assert accesses <= (16 if small_pages else 0)
 
 
-@each(CALLS)
+@pytest.mark.parametrize("call", CALLS)
 def test_little_is_spilled_around_the_loops(call):
     result = compiled(call)
     if result.spill_stores:
@@ -150,7 +144,7 @@ def test_little_is_spilled_around_the_loops(call):
         assert result.spill_stores <= 192
 
 
-@each(SPARSE_CALLS)
+@pytest.mark.parametrize("call", SPARSE_CALLS)
 def test_registers_of_the_sparse_kernel(call):
     """The gathering partitions take what the products' can spare: 64 and 192 of a thread."""
     result = compiled(call)
@@ -164,7 +158,7 @@ def test_registers_of_the_sparse_kernel(call):
     assert max(local_accesses(call, "HGMMA")) <= 24
 
 
-@each(SPARSE_CALLS)
+@pytest.mark.parametrize("call", SPARSE_CALLS)
 def test_rows_are_loaded_by_sixteen_bytes(call):
     """Whatever the pages: narrower loads would take four times as many instructions."""
     loads = [text for _, text in texts(call) if "LDG.E" in text]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
@@ -76,12 +75,6 @@ CONFIGS = (
 ALIGNED = [config for config in CONFIGS if not config.skew and config.widths == (576, 512)]
 
 
-def each(configs: Iterable[Config]) -> pytest.MarkDecorator:
-    """All tests of a call in one process, which compiles it once."""
-    params = [pytest.param(config, id=config.id, marks=pytest.mark.xdist_group(config.id)) for config in configs]
-    return pytest.mark.parametrize("config", params)
-
-
 @cache
 def compiled(config: Config, device: str) -> Compiled:
     made = config.plan(device)
@@ -96,7 +89,7 @@ def compiled(config: Config, device: str) -> Compiled:
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
-@each(CONFIGS)
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.id)
 def test_every_call(config: Config, device: str) -> None:
     result = compiled(config, device)
     native = "cvt.rn.satfinite.e4m3x2.f32" in result.ptx
@@ -109,7 +102,7 @@ def loads_and_stores(ptx: str) -> tuple[int, int]:
     return tuple(len(re.findall(rf"\b{kind}\.global\S*\.v4\.b32", ptx)) for kind in ("ld", "st"))  # type: ignore[return-value]
 
 
-@each(ALIGNED)
+@pytest.mark.parametrize("config", ALIGNED, ids=lambda config: config.id)
 def test_vectors_of_16_bytes(config: Config) -> None:
     """Where rows start at multiples of 16 bytes, all but scales, slots and RoPE parts moves in vectors."""
     result = compiled(config, DEVICES["sm_90"])
@@ -122,7 +115,7 @@ def test_vectors_of_16_bytes(config: Config) -> None:
 
 
 @pytest.mark.skipif(cuobjdump() is None, reason="Triton's wheel has no cuobjdump")
-@each([Config("append", "v32_fp8"), Config("append", "model1_fp8")])
+@pytest.mark.parametrize("config", [Config("append", "v32_fp8"), Config("append", "model1_fp8")], ids=lambda config: config.id)
 def test_quantising_takes_few_instructions(config: Config) -> None:
     """A warp takes a token: at 350 instructions for it, 132 multiprocessors would be as slow as the memory of an H200."""
     result = compiled(config, DEVICES["sm_90"])

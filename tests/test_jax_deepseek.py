@@ -23,8 +23,6 @@ from mla_jax import jax_triton_compat as compat
 from tests.conftest import INTERPRETED
 from tests.jax_lowered import kernel_calls
 
-pytestmark = pytest.mark.xdist_group("jax_deepseek")  # one process, which compiles a function once
-
 
 @pytest.fixture(autouse=True, scope="module")
 def _compiled_quickly() -> Iterator[None]:

@@ -16,8 +16,6 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-pytestmark = pytest.mark.xdist_group("packaging")  # one process, which builds and installs one wheel
-
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"mla_kernels": ROOT / "kernels" / "mla_kernels", "mla_torch": ROOT / "mla_torch", "mla_jax": ROOT / "mla_jax"}
 FRAMEWORKS = {"mla_torch": "torch", "mla_jax": "jax"}

@@ -68,6 +68,8 @@ def uses(module, arguments) -> dict[str, set[str]]:
             if operation.name == "func.call":
                 callee = functions[operation.attributes["callee"].value]
                 names |= follow(callee.regions[0].blocks[0].arguments[use.operand_number])
+            elif operation.name == "stablehlo.optimization_barrier":  # around what is updated in place
+                names |= follow(operation.results[use.operand_number])
             elif operation.name == "stablehlo.custom_call":
                 names.add(operation.attributes["call_target_name"].value)
             else:

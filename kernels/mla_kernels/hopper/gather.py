@@ -19,29 +19,23 @@ from .producer import fetch_queries
 
 SHARE = gl.constexpr(sizes.BLOCK // sizes.GATHERERS)  # keys of a block that one warpgroup gathers
 
-# Lanes: eight, which are served at once, read 128 bytes of a row (or, of 16 words, four read 64 bytes).
-_ROWS_OF_LANES, _ROWS_OF_WARPS = [[1, 0], [2, 0]], [[4, 0], [8, 0]]
-WORDS_64 = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 32], [16, 0]], [[0, 4], [0, 8], [0, 16], *_ROWS_OF_LANES], _ROWS_OF_WARPS, [], [32, 64]
-    )
-)
-WORDS_32 = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [16, 0]], [[0, 4], [0, 8], [0, 16], *_ROWS_OF_LANES], _ROWS_OF_WARPS, [], [32, 32]
-    )
-)
-WORDS_16 = gl.constexpr(
-    gl.DistributedLinearLayout([[0, 1], [0, 2]], [[0, 4], [0, 8], [16, 0], *_ROWS_OF_LANES], _ROWS_OF_WARPS, [], [32, 16])
-)
+# Lanes: four read 64 bytes of a row, so each thread has one row: its slot, its scales, its address.  Eight, which write at
+# once, have two rows, whose swizzles differ in the lowest bit: so they write to all banks.
+_ROWS_OF_LANES, _ROWS_OF_WARPS = [[1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]]
+
+
+def _layout(registers, lanes, columns):
+    return gl.constexpr(gl.DistributedLinearLayout(registers, [*lanes, *_ROWS_OF_LANES], _ROWS_OF_WARPS, [], [32, columns]))
+
+
+WORDS_64 = _layout([[0, 1], [0, 2], [0, 16], [0, 32]], [[0, 4], [0, 8]], 64)
+WORDS_32 = _layout([[0, 1], [0, 2], [0, 16]], [[0, 4], [0, 8]], 32)
+WORDS_16 = _layout([[0, 1], [0, 2]], [[0, 4], [0, 8]], 16)
 # The scales of a row, in each of its lanes.
-_LANES_OF_ROWS = [[0, 0], [0, 0], [0, 0], *_ROWS_OF_LANES]
-SCALES_4 = gl.constexpr(gl.DistributedLinearLayout([[0, 1], [0, 2], [16, 0]], _LANES_OF_ROWS, _ROWS_OF_WARPS, [], [32, 4]))
-SCALES_2 = gl.constexpr(gl.DistributedLinearLayout([[0, 1], [16, 0]], _LANES_OF_ROWS, _ROWS_OF_WARPS, [], [32, 2]))
-# A line of 128 bytes of a row in each of its lanes.
-LINES = gl.constexpr(
-    gl.DistributedLinearLayout([[16, 0]], [[0, 1], [0, 2], [0, 4], *_ROWS_OF_LANES], _ROWS_OF_WARPS, [], [32, 8])
-)
+SCALES_4 = _layout([[0, 1], [0, 2]], [[0, 0], [0, 0]], 4)
+SCALES_2 = _layout([[0, 1]], [[0, 0], [0, 0]], 2)
+# Lines of 128 bytes of a row, two in each of its lanes.
+LINES = _layout([[0, 4]], [[0, 1], [0, 2]], 8)
 ROWS_64 = gl.constexpr(gl.SliceLayout(1, WORDS_64.value))
 WORD_TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
 

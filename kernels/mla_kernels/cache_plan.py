@@ -116,7 +116,7 @@ def _plan_append(problem: Append, facts: DeviceFacts, overrides: dict[str, int] 
 def _plan_read(problem: Read, facts: DeviceFacts, overrides: dict[str, int] | None) -> CachePlan:
     fmt = problem.cache.format
     # A row is cut where a power of two ends, or where its RoPE part begins.
-    main = fmt.d_v or 1 << (problem.d_qk.bit_length() - 1)
+    main = fmt.d_nope or 1 << (problem.d_qk.bit_length() - 1)
     block_c = power_of_two(main)
     tiles = _tiles(block_c, overrides)
     launch = Launch(

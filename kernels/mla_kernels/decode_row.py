@@ -57,7 +57,8 @@ def load_rows(
 ):
     """A block of rows: the first `D_V` values [N, BLOCK_C] (they are the values, too) and the rest [N, BLOCK_R].
 
-    With `BLOCK_R == 0` there is no rest, and the second result is the first.
+    With `BLOCK_R == 0` there is no rest, and the second result is the first.  Otherwise a quantised row's rest is its RoPE
+    part, also where the values include it.
     """
     # With one base the offsets of a tile are added up in 32 bits before they meet it, which costs half of the instructions.
     n = tl.minimum(tl.arange(0, BLOCK_N), last)
@@ -103,7 +104,7 @@ def load_rows(
         rope_col = tl.arange(0, D_QK - NUM_SCALES * SCALE_TILE)[None, :]
         rope = widen(tl.load(rope_ptr + (row // 2 + rope_col), mask=valid[:, None], other=0.0), COMPUTE)
         value = (e4m3_to_float32(code, NATIVE_FP8) * scale[:, :, None]).to(COMPUTE)
-        if NUM_SCALES != TILES:  # the RoPE part is the last tile of the value vector
+        if NUM_SCALES != TILES and BLOCK_R == 0:  # the RoPE part is the last tile of the value vector
             value = tl.where((tile < NUM_SCALES)[None, :, None], value, rope[:, None, :])
         c = tl.reshape(value, [BLOCK_N, BLOCK_C])
         r = c

@@ -32,14 +32,14 @@ def _find_slots(
 
 
 @triton.jit
-def _move_columns(source, target, valid, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Stores the first `WIDTH` values of rows [N] that are valid, rounded to what `target` holds."""
+def _move_columns(source, target, exists, valid, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Stores the first `WIDTH` values of rows [N] that are valid, rounded to what `target` holds; loads all that exist."""
     col = tl.arange(0, BLOCK)[None, :]
-    mask = valid[:, None]
+    exists, valid = exists[:, None], valid[:, None]
     if WIDTH != BLOCK:
-        mask = mask & (col < WIDTH)
-    x = tl.load(source[:, None] + col, mask=mask, other=0.0)
-    tl.store(target[:, None] + col, round_to(x, target.dtype.element_ty), mask=mask)
+        exists, valid = exists & (col < WIDTH), valid & (col < WIDTH)
+    x = tl.load(source[:, None] + col, mask=exists, other=0.0)
+    tl.store(target[:, None] + col, round_to(x, target.dtype.element_ty), mask=valid)
 
 
 @triton.jit(do_not_specialize=["n", "num_pages"])
@@ -70,8 +70,12 @@ def append_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Grid (blocks of tokens,): stores tokens at their slots.  Nothing is read or written for a token without one."""
+    """Grid (blocks of tokens,): stores tokens at their slots.  Nothing is written for a token without one.
+
+    All tokens are loaded: the loads would else wait for those of the slots.
+    """
     row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    exists = row < n
     start, scale_start, valid = _find_slots(
         slots_ptr, row, n, num_pages, PAGE_SIZE, PAGE_STRIDE, TOKEN_STRIDE, SCALE_BASE, SCALE_STRIDE
     )
@@ -79,17 +83,18 @@ def append_kernel(
     rope = rope_ptr + row * ROPE_STRIDE
     target = cache_ptr + start
     if SCALE_TILE == 0:
-        _move_columns(latent, target, valid, D_LATENT, BLOCK_C)
+        _move_columns(latent, target, exists, valid, D_LATENT, BLOCK_C)
         if BLOCK_R > 0:
-            _move_columns(rope, target + D_LATENT, valid, D_ROPE, BLOCK_R)
+            _move_columns(rope, target + D_LATENT, exists, valid, D_ROPE, BLOCK_R)
     else:
         TILES: tl.constexpr = BLOCK_C // SCALE_TILE
         tile = tl.arange(0, TILES)
-        valid_tile = valid[:, None]
+        exists_tile, valid_tile = exists[:, None], valid[:, None]
         if NUM_SCALES != TILES:
-            valid_tile = valid_tile & (tile < NUM_SCALES)[None, :]
+            stored = (tile < NUM_SCALES)[None, :]
+            exists_tile, valid_tile = exists_tile & stored, valid_tile & stored
         offset = (tile[:, None] * SCALE_TILE + tl.arange(0, SCALE_TILE)[None, :])[None, :, :]
-        x = tl.load(latent[:, None, None] + offset, mask=valid_tile[:, :, None], other=0.0)
+        x = tl.load(latent[:, None, None] + offset, mask=exists_tile[:, :, None], other=0.0)
         code, scale = quantise_tiles(widen(x, tl.float32), POWER_OF_TWO, NATIVE_FP8)
         tl.store(target[:, None, None] + offset, code, mask=valid_tile[:, :, None])
         scale_target = (cache_ptr + scale_start)[:, None]
@@ -100,10 +105,18 @@ def append_kernel(
             scale_target = scale_target.to(tl.pointer_type(tl.float32), bitcast=True)
             tl.store(scale_target + tile[None, :], scale, mask=valid_tile)
         col = tl.arange(0, BLOCK_R)[None, :]
-        mask = valid[:, None]
-        r = tl.load(rope[:, None] + col, mask=mask, other=0.0)
+        r = tl.load(rope[:, None] + col, mask=exists[:, None], other=0.0)
         rope_target = (target + ROPE_OFFSET).to(tl.pointer_type(tl.bfloat16), bitcast=True)
-        tl.store(rope_target[:, None] + col, round_to(widen(r, tl.float32), tl.bfloat16), mask=mask)
+        tl.store(rope_target[:, None] + col, round_to(widen(r, tl.float32), tl.bfloat16), mask=valid[:, None])
+
+
+@triton.jit
+def _rounded(x, dtype: tl.constexpr):
+    """fp32 `x` as `dtype`, with every NaN the positive quiet one."""
+    if dtype == tl.float32:
+        return quiet_nan(x)
+    else:
+        return round_to(x, dtype)
 
 
 @triton.jit(do_not_specialize=["n", "num_pages"])
@@ -143,10 +156,10 @@ def read_kernel(
     target = (rows_ptr + row * D_QK)[:, None]
     mask = (row < n)[:, None]
     col = tl.arange(0, BLOCK_C)[None, :]
-    tl.store(target + col, c if SAME else round_to(quiet_nan(c), DTYPE), mask=mask & (col < D_MAIN))
+    tl.store(target + col, c if SAME else _rounded(c, DTYPE), mask=mask & (col < D_MAIN))
     if BLOCK_R > 0:
         col = D_MAIN + tl.arange(0, BLOCK_R)[None, :]
-        tl.store(target + col, r if SAME else round_to(quiet_nan(r), DTYPE), mask=mask & (col < D_QK))
+        tl.store(target + col, r if SAME else _rounded(r, DTYPE), mask=mask & (col < D_QK))
 
 
 @triton.jit(do_not_specialize=["num_pages"])

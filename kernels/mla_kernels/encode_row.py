@@ -25,6 +25,9 @@ def quiet_nan(x):
     return tl.where(magnitude_bits(x) > INFINITY_BITS, float("nan"), x)
 
 
+COMPILED = tl.constexpr(isinstance(quiet_nan, triton.JITFunction))  # not interpreted
+
+
 @triton.jit
 def round_to(x, dtype: tl.constexpr):
     """`x` rounded to nearest even; a NaN becomes the positive quiet one.  Values of `dtype` stay as they are, NaN included."""
@@ -38,6 +41,9 @@ def round_to(x, dtype: tl.constexpr):
         elif dtype == tl.float16:
             code = wide.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
             return tl.where(is_nan, 0x7E00, code).to(tl.uint16).to(tl.float16, bitcast=True)
+        elif COMPILED:
+            code = wide.to(tl.bfloat16).to(tl.uint16, bitcast=True)
+            return tl.where(wide != wide, 0x7FC0, code).to(tl.uint16).to(tl.bfloat16, bitcast=True)
         else:
             # In integers: the interpreter's conversion truncates.
             bits = wide.to(tl.uint32, bitcast=True)

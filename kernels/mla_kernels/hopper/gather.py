@@ -158,24 +158,30 @@ def _load_words(rows, slot, FIRST: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl
 
 
 @gluon.jit
-def _load_block(keys, pair, slot, E8M0: gl.constexpr, ROPE_WORD: gl.constexpr):
-    """The halves of the columns of a block as they are stored, and the words of their scales.
+def _load_half(rows, slot, SIDE: gl.constexpr, E8M0: gl.constexpr, ROPE_WORD: gl.constexpr):
+    """Half of the columns of a block as they are stored.
 
     The right half of MODEL1 has three tiles of values, here 32 and 16 words, and the RoPE part.
     """
-    rows, scales = keys.places(pair, slot)
-    left = _load_words(rows, slot, 0, 64, WORDS_64)
-    if E8M0:
-        right = (
+    if SIDE == 1 and E8M0:
+        half = (
             _load_words(rows, slot, 64, 32, WORDS_32),
             _load_words(rows, slot, 96, 16, WORDS_16),
             _load_words(rows, slot, ROPE_WORD, ROPE // 2, WORDS_32),
         )
-        block_scales = _load_words(scales, slot, 0, 2, SCALES_2)
     else:
-        right = _load_words(rows, slot, 64, 64, WORDS_64)
-        block_scales = _load_words(scales, slot, 0, 4, SCALES_4)
-    return left, right, block_scales
+        half = _load_words(rows, slot, 64 * SIDE, 64, WORDS_64)
+    return half
+
+
+@gluon.jit
+def _load_scales(scales, slot, E8M0: gl.constexpr):
+    """The words of the scales of a block."""
+    if E8M0:
+        words = _load_words(scales, slot, 0, 2, SCALES_2)
+    else:
+        words = _load_words(scales, slot, 0, 4, SCALES_4)
+    return words
 
 
 @gluon.jit
@@ -200,9 +206,8 @@ def _words_of(tile, COLUMNS: gl.constexpr, SHARE_INDEX: gl.constexpr):
 
 
 @gluon.jit
-def _store_half(tile, block, SIDE: gl.constexpr, E8M0: gl.constexpr, SHARE_INDEX: gl.constexpr):
+def _store_half(tile, half, scales, SIDE: gl.constexpr, E8M0: gl.constexpr, SHARE_INDEX: gl.constexpr):
     """Dequantises half of the columns of a block into their tile in shared memory."""
-    left, right, scales = block
     words = _words_of(tile, HALF // 2, SHARE_INDEX)
     if not E8M0:
         even, odd = gl.split(gl.reshape(scales, [SHARE, 2, 2]))
@@ -210,11 +215,11 @@ def _store_half(tile, block, SIDE: gl.constexpr, E8M0: gl.constexpr, SHARE_INDEX
         high = gl.convert_layout(_column(odd, SIDE).to(gl.float32, bitcast=True), ROWS_64)
         column = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, WORDS_64)), 0)
         scale = gl.where(column < 32, gl.expand_dims(low, 1), gl.expand_dims(high, 1))
-        words.store(e4m3_to_bf16(left if SIDE == 0 else right, scale))
+        words.store(e4m3_to_bf16(half, scale))
     elif SIDE == 0:
-        words.store(e4m3_to_bf16(left, _tile_scales(_column(scales, 0), WORDS_64, 64, 0)))
+        words.store(e4m3_to_bf16(half, _tile_scales(_column(scales, 0), WORDS_64, 64, 0)))
     else:
-        first, last, rope = right
+        first, last, rope = half
         codes = _column(scales, 1)
         words.slice(0, 64, dim=1).store(e4m3_to_bf16(first, _tile_scales(codes, WORDS_32, 32, 0)))
         words.slice(64, 32, dim=1).store(e4m3_to_bf16(last, _tile_scales(codes, WORDS_16, 16, 2)))
@@ -254,43 +259,63 @@ def _prefetch(keys, pair, slot, E8M0: gl.constexpr):
 
 @gluon.jit
 def _fill_block(
-    keys, buffers, full, empty, block, parity, pair, slot, index, zero,
-    WHICH: gl.constexpr, HAS_ROPE: gl.constexpr, E8M0: gl.constexpr, ROPE_WORD: gl.constexpr, SHARE_INDEX: gl.constexpr,
+    keys, buffers, full, empty, block, parity, pair, slots, index, zero,
+    WHICH: gl.constexpr, HAS_ROPE: gl.constexpr, E8M0: gl.constexpr, ROPE_WORD: gl.constexpr, BY_HALVES: gl.constexpr,
+    SHARE_INDEX: gl.constexpr,
 ):  # fmt: skip
     """Writes a block to shared memory, the half of its columns that is given back first before the other; loads the next.
 
-    A RoPE part of its own comes with the second half: over that of block 1 lies P1 until its second half is empty.  Returns
-    the slots of the next block, what is loaded of it, and the indices of the one after it.
+    A RoPE part of its own comes with the second half: over that of block 1 lies P1 until its second half is empty.  Given and
+    returned: what is loaded of a block, its slots (with `BY_HALVES` also those of the next one), and the indices after them.
     """
     FIRST: gl.constexpr = 3 * WHICH
     SECOND: gl.constexpr = 1 + WHICH
+    first, second, scales = block
+    slot = slots[0]
     next_pair = pair + WHICH
     mbarrier.wait(empty[FIRST], parity)
     buffers.valid.index(WHICH).slice(SHARE_INDEX * SHARE, SHARE).store((slot >= 0).to(gl.int32))
-    _store_half(buffers.k.index(zero + FIRST), block, WHICH, E8M0, SHARE_INDEX)
+    _store_half(buffers.k.index(zero + FIRST), first, scales, WHICH, E8M0, SHARE_INDEX)
     mbarrier.arrive(full[FIRST])
-    next_slot = keys.slots(next_pair, index)
-    _prefetch(keys, next_pair, next_slot, E8M0)
+    if BY_HALVES:
+        next_slots = slots[1], keys.slots(pair + 1, index)
+        rows, scale_places = keys.places(next_pair, next_slots[0])
+        next_first = _load_half(rows, next_slots[0], 1 - WHICH, E8M0, ROPE_WORD)
+        next_scales = _load_scales(scale_places, next_slots[0], E8M0)
+        _prefetch(keys, pair + 1, next_slots[1], E8M0)
+    else:
+        next_slots = (keys.slots(next_pair, index),)
+        _prefetch(keys, next_pair, next_slots[0], E8M0)
     mbarrier.wait(empty[SECOND], parity)
     if HAS_ROPE:
         _copy_rope(keys, buffers.rope.index(zero + WHICH), pair, slot, ROPE_WORD, SHARE_INDEX)
-    _store_half(buffers.k.index(zero + SECOND), block, 1 - WHICH, E8M0, SHARE_INDEX)
+    _store_half(buffers.k.index(zero + SECOND), second, scales, 1 - WHICH, E8M0, SHARE_INDEX)
     if HAS_ROPE:
         wait_copies(0)
     mbarrier.arrive(full[SECOND])
-    next_block = _load_block(keys, next_pair, next_slot, E8M0, ROPE_WORD)
+    rows, scale_places = keys.places(next_pair, next_slots[0])
+    if not BY_HALVES:
+        next_first = _load_half(rows, next_slots[0], 1 - WHICH, E8M0, ROPE_WORD)
+        next_scales = _load_scales(scale_places, next_slots[0], E8M0)
+    next_second = _load_half(rows, next_slots[0], WHICH, E8M0, ROPE_WORD)
     # Together with what is waited for next, and no sooner: they would be spilled, and so be waited for at once.
-    index = keys.load_indices(pair + 1, WHICH, SHARE_INDEX)
-    return next_slot, next_block, index
+    if BY_HALVES:
+        index = keys.load_indices(next_pair + 1, 1 - WHICH, SHARE_INDEX)
+    else:
+        index = keys.load_indices(pair + 1, WHICH, SHARE_INDEX)
+    return (next_first, next_second, next_scales), next_slots, index
 
 
 @gluon.jit
 def gather(
     work, buffers, barriers, q_desc, cache, extra, indices_ptr, extra_indices_ptr, stride_b, stride_s, extra_stride_b,
     extra_stride_s, ROWS: gl.constexpr, HAS_ROPE: gl.constexpr, E8M0: gl.constexpr, ROPE_WORD: gl.constexpr,
-    SHARE_INDEX: gl.constexpr,
+    BY_HALVES: gl.constexpr, SHARE_INDEX: gl.constexpr,
 ):  # fmt: skip
-    """Gathers and dequantises one share of the keys of every block; the first one also fetches the queries of every item."""
+    """Gathers and dequantises one share of the keys of every block; the first one also fetches the queries of every item.
+
+    With `BY_HALVES`, half of the next block is loaded as soon as there are registers for it, which the compiler has to find.
+    """
     q_full, q_empty, full, empty, _p_full, _total_full = barriers
     pairs_done = 0
     for item in range(work.first_item, work.last_item + 1):
@@ -304,8 +329,18 @@ def gather(
         )  # fmt: skip
         pairs = keys.pairs()
         slot = keys.slots(0, keys.load_indices(0, 0, SHARE_INDEX))
-        block = _load_block(keys, 0, slot, E8M0, ROPE_WORD)
+        rows, scales = keys.places(0, slot)
+        block = (
+            _load_half(rows, slot, 0, E8M0, ROPE_WORD), _load_half(rows, slot, 1, E8M0, ROPE_WORD),
+            _load_scales(scales, slot, E8M0),
+        )  # fmt: skip
         index = keys.load_indices(0, 1, SHARE_INDEX)
+        if BY_HALVES:
+            slots = slot, keys.slots(0, index)
+            _prefetch(keys, 0, slots[1], E8M0)
+            index = keys.load_indices(1, 0, SHARE_INDEX)
+        else:
+            slots = (slot,)
         if SHARE_INDEX == 0:
             fetch_queries(work, buffers, q_full, q_empty, q_desc, item, ROWS, HAS_ROPE)
         for pair in range(pairs):
@@ -313,8 +348,8 @@ def gather(
             # Zero, which the compiler does not know: it would keep the addresses of all tiles in registers it does not have.
             zero = pair >> 30
             for which in gl.static_range(2):
-                slot, block, index = _fill_block(
-                    keys, buffers, full, empty, block, parity, pair, slot, index, zero,
-                    which, HAS_ROPE, E8M0, ROPE_WORD, SHARE_INDEX,
+                block, slots, index = _fill_block(
+                    keys, buffers, full, empty, block, parity, pair, slots, index, zero,
+                    which, HAS_ROPE, E8M0, ROPE_WORD, BY_HALVES, SHARE_INDEX,
                 )  # fmt: skip
             pairs_done += 1

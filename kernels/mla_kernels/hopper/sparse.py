@@ -98,6 +98,8 @@ def sparse_kernel(
         extra_cache_ptr.to(gl.pointer_type(gl.int32), bitcast=True), extra_last_slot,
         EXTRA_PAGE_SIZE, EXTRA_PAGE_STRIDE // 4, EXTRA_TOKEN_STRIDE // 4, EXTRA_SCALE_BASE // 4, EXTRA_SCALE_STRIDE // 4,
     )  # fmt: skip
+    # Where two row tiles of a query fetch the same rows, which MODEL1's registers do not allow.
+    BY_HALVES: gl.constexpr = ROW_TILES > 1 and not SCALE_E8M0
     scale_log2 = gl.load(scale_ptr) * LOG2E
     DTYPE: gl.constexpr = q_desc.dtype
     LAYOUT: gl.constexpr = q_desc.layout
@@ -110,9 +112,9 @@ def sparse_kernel(
             (consumer, (work, buffers, barriers, scale_log2, out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, sink_ptr,
                         S_Q, H_Q, H_Q, True, False, HAS_SINK, HAS_ROPE, OUT_STRIDE_B, OUT_STRIDE_S, OUT_STRIDE_H, 1)),
             (gather, (work, buffers, barriers, q_desc, cache, extra, table_ptr, extra_table_ptr, table_stride_b, table_stride_s,
-                      extra_table_stride_b, extra_table_stride_s, H_Q, HAS_ROPE, SCALE_E8M0, ROPE_OFFSET // 4, 0)),
+                      extra_table_stride_b, extra_table_stride_s, H_Q, HAS_ROPE, SCALE_E8M0, ROPE_OFFSET // 4, BY_HALVES, 0)),
             (gather, (work, buffers, barriers, q_desc, cache, extra, table_ptr, extra_table_ptr, table_stride_b, table_stride_s,
-                      extra_table_stride_b, extra_table_stride_s, H_Q, HAS_ROPE, SCALE_E8M0, ROPE_OFFSET // 4, 1)),
+                      extra_table_stride_b, extra_table_stride_s, H_Q, HAS_ROPE, SCALE_E8M0, ROPE_OFFSET // 4, BY_HALVES, 1)),
         ],
         [4, 4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],  # the first partition gets what is left, as the second

@@ -1,8 +1,8 @@
 """The partitions of the sparse kernel that fetch: two warpgroups, which gather fp8 rows by index and dequantise them.
 
-Each has one half of the keys of every block.  A block is loaded into registers as a whole (but for V3.2's RoPE part), as soon
-as the one before it has left them; its rows are fetched into the second-level cache while that one is dequantised.  Of 64
-registers of a thread 40 hold it; what is loaded and then spilled would be waited for at once.
+Each has one half of the keys of every block.  A block is loaded into registers (but for V3.2's RoPE part), as a whole as soon
+as the one before it has left them, or by halves; its rows are fetched into the second-level cache before.  Of 64 registers of
+a thread 36 hold it; what is loaded and then spilled would be waited for at once.
 """
 
 # Without `from __future__ import annotations`: an aggregate looks at the annotations of its fields.
@@ -284,7 +284,7 @@ def _fill_block(
         next_scales = _load_scales(scale_places, next_slots[0], E8M0)
         _prefetch(keys, pair + 1, next_slots[1], E8M0)
     else:
-        next_slots = (keys.slots(next_pair, index),)
+        next_slots = (keys.slots(next_pair, index),)  # type: ignore[assignment]  # one of these is compiled
         _prefetch(keys, next_pair, next_slots[0], E8M0)
     mbarrier.wait(empty[SECOND], parity)
     if HAS_ROPE:
@@ -340,7 +340,7 @@ def gather(
             _prefetch(keys, 0, slots[1], E8M0)
             index = keys.load_indices(1, 0, SHARE_INDEX)
         else:
-            slots = (slot,)
+            slots = (slot,)  # type: ignore[assignment]
         if SHARE_INDEX == 0:
             fetch_queries(work, buffers, q_full, q_empty, q_desc, item, ROWS, HAS_ROPE)
         for pair in range(pairs):

@@ -14,6 +14,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 if INTERPRETED:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["JAX_PLATFORMS"] = "cpu"
+    # What XLA makes of a program for a CPU takes longer than most tests: see XLA_OPTIMISES.
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # both frameworks share one GPU
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -31,6 +33,16 @@ if importlib.util.find_spec("hypothesis") is not None:
     )
     settings.load_profile("mla")
 
+
+# What XLA computes itself, it computes as for a user in the environment without PyTorch, where all of it is tested in JAX.
+XLA_OPTIMISES = (
+    "test_cache.py",
+    "test_jax_api.py",
+    "test_reference.py",
+    "test_reference_each.py",
+    "test_token_slots.py",
+    "test_writers_jax.py",
+)
 
 # What their tests compile or build serves several of them: one process runs all tests of such a file, or of one of its calls.
 TOGETHER = (
@@ -96,6 +108,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="compiling needs TRITON_INTERPRET unset"))
         if "interpret" in wanted and not INTERPRETED:
             item.add_marker(pytest.mark.skip(reason="interpreting needs TRITON_INTERPRET=1"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _xla_optimises(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where it does not anyway."""
+    here = importlib.util.find_spec("jax") is not None and importlib.util.find_spec("torch") is None
+    if not (INTERPRETED and here and request.path.name in XLA_OPTIMISES):
+        yield
+        return
+    import jax
+
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture

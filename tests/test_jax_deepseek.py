@@ -20,17 +20,7 @@ import mla_jax
 from examples import jax_deepseek as deepseek
 from examples.deepseek_config import Config, Yarn
 from mla_jax import jax_triton_compat as compat
-from tests.conftest import INTERPRETED
 from tests.jax_lowered import kernel_calls
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _compiled_quickly() -> Iterator[None]:
-    """What XLA makes of the example for a CPU is not looked at, and to optimise it takes as long as all else."""
-    jax.config.update("jax_disable_most_optimizations", INTERPRETED)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
 
 SMALL = Config(
     vocab_size=256,

@@ -30,7 +30,8 @@ def need(module: str) -> None:
 
 def environment(**extra: str) -> dict[str, str]:
     """A user's environment on a CPU: no path into the repository, nothing interpreted."""
-    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "TRITON_INTERPRET", "TRITON_CACHE_DIR")}
+    ours = ("PYTHONPATH", "TRITON_INTERPRET", "TRITON_CACHE_DIR", "JAX_DISABLE_MOST_OPTIMIZATIONS")
+    env = {k: v for k, v in os.environ.items() if k not in ours}
     return {**env, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", **extra}
 
 

@@ -8,11 +8,27 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests import kernel_runs
 from tests.arg_specs import ArgSpec, spec_id
 from tests.inputs import Inputs, make_inputs, quantise
 from tests.kernel_runs import INTERPRET, assert_judged, assert_same_bits, check, decode_either
 
 pytestmark = INTERPRET
+
+
+@pytest.fixture(autouse=True)
+def _front_ends(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With both installed, a third of a test's cases go through both, in turn, and the others through PyTorch.
+
+    All go through JAX where PyTorch is not installed.
+    """
+    number = 0
+    for mark in request.node.iter_markers("parametrize"):
+        names = mark.args[0]
+        number += request.node.callspec.indices[names if isinstance(names, str) else names[0]]
+    if kernel_runs.HAS_TORCH and (number + number // 3) % 3:
+        monkeypatch.setattr(kernel_runs, "HAS_JAX", False)
+
 
 FORMATS = ("bf16", "fp16", "v32_fp8", "model1_fp8")
 WIDTHS = {"bf16": (192, 128), "fp16": (80, 64), "v32_fp8": (576, 512), "model1_fp8": (512, 512)}

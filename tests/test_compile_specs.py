@@ -14,7 +14,7 @@ from mla_kernels.problem import TensorSpec, make_problem
 from tests.arg_specs import ArgSpec, production_specs, real_specs, small_specs
 from tests.compiling import Compilation
 from tests.inputs import make_inputs
-from tests.test_compile import HOPPER, OTHERS, check, check_spills, hopper, others
+from tests.test_compile import HOPPER, OTHERS, TILES_CHOSEN_FOR_THIS_TRITON, check, check_spills, hopper, others
 
 pytestmark = pytest.mark.compile
 
@@ -59,7 +59,8 @@ def cases() -> list:
     launches = chosen(everything, HOPPER)
     for device in OTHERS:
         launches += chosen(production_specs(), device)
-    return [pytest.param(case, id=case.id) for case in launches]
+    # Every third one with a Triton that tiles are not chosen for, where spills are no failures.
+    return [pytest.param(case, id=case.id) for case in launches[:: 1 if TILES_CHOSEN_FOR_THIS_TRITON else 3]]
 
 
 @pytest.mark.parametrize("case", cases())

@@ -266,6 +266,7 @@ def test_a_speculative_step_is_three_steps() -> None:
     assert (triple.argmax(-1) == single.argmax(-1)).all()
 
 
+@pytest.mark.once
 def test_speculation_changes_no_token(exact: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether drafts come true or not; where all do, a step gives three tokens."""
     use_fp32_caches(monkeypatch)
@@ -291,6 +292,7 @@ def some_state(lengths: list[int], limits: list[int]) -> deepseek.State:
     return deepseek.State((), jnp.zeros((b, 1), jnp.int32), tokens, jnp.array(lengths), jnp.array(limits))
 
 
+@pytest.mark.once
 def test_what_is_accepted() -> None:
     """Rows: no guess true, one, all, true behind a false one, the limit near, at the limit, the end within."""
     guesses = jnp.array([[1, 2], [7, 2], [7, 8], [1, 8], [7, 8], [7, 8], [7, 8]])
@@ -312,6 +314,7 @@ def test_what_is_accepted() -> None:
     ]
 
 
+@pytest.mark.once
 def test_guesses_follow_the_last_occurrence() -> None:
     tokens = jnp.array([[1, 2, 3, 1, 4, 5, 1, 0, 0, 0], [1, 2, 3, 4, 0, 0, 0, 0, 0, 0]])
     state = deepseek.State((), jnp.zeros((2, 1), jnp.int32), tokens, jnp.array([7, 4]), jnp.array([9, 9]))
@@ -320,6 +323,7 @@ def test_guesses_follow_the_last_occurrence() -> None:
     assert deepseek.propose(state, 0).shape == (2, 0)
 
 
+@pytest.mark.once
 def test_a_request_ends_by_itself() -> None:
     """One ends with its token, and the others go on; all as if each were alone."""
     params = make(DENSE)

@@ -175,7 +175,7 @@ def test_the_switch(value, reasons):
     """It is read once: what a call was found to be served by is kept."""
     code = """
 from mla_kernels.hopper import plan
-from tests.test_hopper_plan import H200, dense_problem
+from tests.hopper_calls import H200, dense_problem
 print([str(reason) for reason in plan.refusals(dense_problem(), H200)])
 """
     environment = {**os.environ, "MLA_DECODE_HOPPER": value, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -1,12 +1,12 @@
 """Merging partial results: the combine kernel, interpreted as the plan launches it, against its definition in fp64."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
 from mla_kernels.combine import combine_kernel
-from mla_kernels.device import INTERPRETER
+from mla_kernels.device import INTERPRETER, KNOWN_DEVICES
 from mla_kernels.plan import plan_decode
 from mla_kernels.problem import TensorSpec, make_problem
 from tests.kernel_runs import INTERPRET, Memory, launch
@@ -68,7 +68,7 @@ class Merge:
                 out[at], lse[at[0], at[2], at[1]] = value, merged
         return out, lse
 
-    def run(self, num_splits=None, first_slot=0, **constants) -> tuple[np.ndarray, np.ndarray]:
+    def run(self, num_splits=None, first_slot=0, columns=None, **constants) -> tuple[np.ndarray, np.ndarray]:
         """Merges with slots from `first_slot` on and a gap of one between items, in memory that is poison otherwise."""
         batch = self.items // self.s_q if self.sparse else self.items
         cache = TensorSpec((4, 64, self.h_kv, self.d_v), "bfloat16")
@@ -81,6 +81,8 @@ class Merge:
         problem = make_problem(q, cache, **scopes, attn_sink=sink, head_dim_v=self.d_v, num_splits=num_splits)
         step = plan_decode(problem, INTERPRETER).launches[-1]
         assert step.kernel is combine_kernel
+        if columns is not None:
+            step = replace(step, scalars=(*step.scalars[:-1], columns))
 
         memory = Memory()
         slots = first_slot + sum(len(pieces) + 1 for pieces in self.pieces.values())
@@ -200,11 +202,24 @@ def test_any_number_of_pieces(count):
     Merge(1, 3, 1, 40, False, 2, {1: draw_pieces(rng, count, 3, 40)}).check()
 
 
-def test_the_number_of_pieces_at_a_time_is_only_a_matter_of_speed():
+def test_one_binary_serves_every_batch():
+    launches = []
+    for batch in (1, 2, 3, 40, 200):
+        problem = make_problem(
+            TensorSpec((batch, 1, 128, 576), "bfloat16"),
+            TensorSpec((4, 64, 1, 576), "bfloat16"),
+            block_table=TensorSpec((batch, 64), "int32"),
+            cache_seqlens=TensorSpec((batch,), "int32"),
+        )
+        launches.append(plan_decode(problem, KNOWN_DEVICES["NVIDIA H200"]).launches[-1])
+    assert len({launch.scalars[-1] for launch in launches}) > 1
+    assert all(launch.kernel is combine_kernel and launch.constexprs == launches[0].constexprs for launch in launches)
+
+
+@pytest.mark.parametrize("columns", [64, 128, 256, 512])
+def test_the_columns_of_a_task_are_only_a_matter_of_speed(columns):
     rng = np.random.default_rng(5)
-    merge = Merge(1, 3, 1, 40, False, 1, {0: draw_pieces(rng, 23, 3, 40)})
-    for block in (16, 32, 64):
-        merge.check(BLOCK_PARTS=block)
+    Merge(1, 3, 1, 300, False, 1, {0: draw_pieces(rng, 41, 3, 300)}).check(columns=columns)
 
 
 def test_late_pieces_alone_hold_keys():

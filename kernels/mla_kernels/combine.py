@@ -8,16 +8,14 @@ import triton.language as tl
 from .softmax import LN2, LOG2E, row_coordinates, sink_factor
 
 
-@triton.jit(do_not_specialize=["splits_offset", "items", "num_splits"])
-def combine_kernel(
+@triton.jit
+def _merge(
     schedule_ptr,
     partial_out_ptr,
     partial_lse_ptr,
     sink_ptr,
-    out_before_ptr,
-    lse_before_ptr,
     splits_offset,
-    items,
+    count,
     num_splits,
     out_ptr,
     lse_ptr,
@@ -33,20 +31,12 @@ def combine_kernel(
     OUT_STRIDE_S: tl.constexpr,
     OUT_STRIDE_H: tl.constexpr,
     FIXED_SPLITS: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Merges pieces into `out` and `lse`, in place: rows of items that were not split are left as they are.
-
-    A piece is its own softmax: an output and the natural log-sum-exp of its scores, -inf where it had no key.  Every piece has
-    been written, those without keys too.
-    Grid (any,): the programs share out (split item, row, columns) among themselves.
-    """
+    """The tasks of one program, each of them `BLOCK_D` columns of a row."""
     ALL_ROWS: tl.constexpr = KV_HEADS * ROWS
     COLUMN_BLOCKS: tl.constexpr = (D_V + BLOCK_D - 1) // BLOCK_D
-    count = items
-    if not FIXED_SPLITS:
-        count = tl.load(schedule_ptr + splits_offset)
+    BLOCK_PARTS: tl.constexpr = 2048 // BLOCK_D if BLOCK_D < 512 else 4
     for task in range(tl.program_id(0), count * (ALL_ROWS * COLUMN_BLOCKS), tl.num_programs(0)):
         entry = task // (ALL_ROWS * COLUMN_BLOCKS)
         packed_row = (task // COLUMN_BLOCKS) % ALL_ROWS
@@ -93,3 +83,51 @@ def combine_kernel(
         out_row = request * OUT_STRIDE_B + query.to(tl.int64) * OUT_STRIDE_S + head.to(tl.int64) * OUT_STRIDE_H
         tl.store(out_ptr + out_row + col, acc.to(out_ptr.dtype.element_ty), mask=col < D_V)
         tl.store(lse_ptr + (request * H_Q + head) * S_Q + query, tl.where(empty, float("inf"), lse))
+
+
+@triton.jit(do_not_specialize=["splits_offset", "items", "num_splits", "columns"])
+def combine_kernel(
+    schedule_ptr,
+    partial_out_ptr,
+    partial_lse_ptr,
+    sink_ptr,
+    out_before_ptr,
+    lse_before_ptr,
+    splits_offset,
+    items,
+    num_splits,
+    columns,
+    out_ptr,
+    lse_ptr,
+    S_Q: tl.constexpr,
+    H_Q: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D_V: tl.constexpr,
+    SPARSE: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+    OUT_STRIDE_B: tl.constexpr,
+    OUT_STRIDE_S: tl.constexpr,
+    OUT_STRIDE_H: tl.constexpr,
+    FIXED_SPLITS: tl.constexpr,
+    WIDEST: tl.constexpr,
+    NARROWER: tl.constexpr,
+):
+    """Merges pieces into `out` and `lse`, in place: rows of items that were not split are left as they are.
+
+    A piece is its own softmax: an output and the natural log-sum-exp of its scores, -inf where it had no key.  Every piece has
+    been written, those without keys too.
+    Grid (any,): the programs share out (split item, row, columns) among themselves, `columns` to a task: `WIDEST`, or that
+    halved up to `NARROWER` times.  One binary serves them all, because which is best depends on the batch.
+    """
+    count = items
+    if not FIXED_SPLITS:
+        count = tl.load(schedule_ptr + splits_offset)
+    for halved in tl.static_range(NARROWER + 1):
+        if columns == WIDEST >> halved:
+            _merge(
+                schedule_ptr, partial_out_ptr, partial_lse_ptr, sink_ptr, splits_offset, count, num_splits, out_ptr, lse_ptr,
+                S_Q, H_Q, GROUP, ROWS, KV_HEADS, D_V, SPARSE, HAS_SINK, OUT_STRIDE_B, OUT_STRIDE_S, OUT_STRIDE_H, FIXED_SPLITS,
+                WIDEST >> halved,
+            )  # fmt: skip

@@ -40,6 +40,9 @@ def item_chunk(items: int) -> int:
     return 1024 if items > 128 else 128
 
 
+NARROWEST = 64  # columns of a task of the combine kernel
+
+
 @dataclass(frozen=True)
 class Geometry:
     """How a problem falls into items, rows and columns.
@@ -221,16 +224,16 @@ class Work:
         # The order of sums follows from both, so that a caller's number of splits keeps the batch out of them.
         entries = min(items, self.slots)
         rows = self.all_rows * (1 if self.problem.num_splits is not None else entries)
-        block_d = self.geometry.block_c
-        while block_d > 64 and rows * cdiv(self.problem.d_v, block_d) < 4 * facts.multiprocessors:
+        block_d = widest = self.geometry.block_c
+        while block_d > NARROWEST and rows * cdiv(self.problem.d_v, block_d) < 4 * facts.multiprocessors:
             block_d //= 2
         tasks = entries * self.all_rows * cdiv(self.problem.d_v, block_d)
         launch = Launch(
             kernel=combine_kernel,
             inputs=(self.schedule, "partial_out", "partial_lse", self.sink, "out", "lse"),
-            scalars=(WORK_FIELDS.value * self.listed, items, self.num_splits or 0),
+            scalars=(WORK_FIELDS.value * self.listed, items, self.num_splits or 0, block_d),
             outputs=("out", "lse"),
-            constexprs={**self.output_constants(), "BLOCK_PARTS": max(2048 // block_d, 4), "BLOCK_D": block_d},
+            constexprs={**self.output_constants(), "WIDEST": widest, "NARROWER": max(widest // NARROWEST, 1).bit_length() - 1},
             grid=(min(tasks, 16 * facts.multiprocessors), 1, 1),
             num_warps=4,
             num_stages=1,

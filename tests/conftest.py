@@ -37,12 +37,13 @@ if importlib.util.find_spec("hypothesis") is not None:
 # What XLA computes itself, it computes as for a user in the environment without PyTorch, where all of it is tested in JAX.
 XLA_OPTIMISES = (
     "test_cache.py",
-    "test_jax_api.py",
     "test_reference.py",
     "test_reference_each.py",
+    "test_sparse_examples.py",
     "test_token_slots.py",
-    "test_writers_jax.py",
 )
+# Where it decides which arrays share memory, everywhere.
+XLA_OPTIMISES_ALWAYS = ("test_jax_api.py", "test_writers_jax.py")
 
 # What their tests compile or build serves several of them: one process runs all tests of such a file, or of one of its calls.
 TOGETHER = (
@@ -112,17 +113,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _xla_optimises(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Where it does not anyway."""
-    here = importlib.util.find_spec("jax") is not None and importlib.util.find_spec("torch") is None
-    if not (INTERPRETED and here and request.path.name in XLA_OPTIMISES):
+    """Turns XLA's optimisations on for the modules that want them."""
+    modules = XLA_OPTIMISES_ALWAYS
+    if importlib.util.find_spec("torch") is None:
+        modules += XLA_OPTIMISES
+    if not (INTERPRETED and importlib.util.find_spec("jax") is not None and request.path.name in modules):
         yield
         return
     import jax
 
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
+    jax.clear_caches()  # what is kept there does not depend on this flag
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+    jax.clear_caches()
 
 
 @pytest.fixture

@@ -184,6 +184,7 @@ BATCHES |= {
     ],
     "sparse with an extra scope": [
         *(sparse(a, extra=(b,), **MODEL1) for a, b in ((0, 0), (0, 1), (1, 0), (129, 65), (700, 300))),
+        *(sparse(a, extra=(b,), **V32) for a, b in ((0, 0), (0, 1), (1, 0), (129, 65))),
         sparse(0, 5, 700, -1, 64, extra=(300, 0, 64, 9999, -7), **MODEL1),
         sparse(*RAGGED.integers(0, 701, 140).tolist(), extra=tuple(RAGGED.integers(0, 301, 140).tolist()), **MODEL1),
         sparse(100, 0, 64, extra=(0, 0, 300), num_splits=9, s_q=2, page_size=256, **MODEL1),

@@ -202,18 +202,25 @@ def test_any_number_of_pieces(count):
     Merge(1, 3, 1, 40, False, 2, {1: draw_pieces(rng, count, 3, 40)}).check()
 
 
-def test_one_binary_serves_every_batch():
+@pytest.mark.parametrize("d_v", [16, 100, 512, 768, 1024])
+def test_one_binary_serves_every_batch(d_v):
     launches = []
     for batch in (1, 2, 3, 40, 200):
         problem = make_problem(
-            TensorSpec((batch, 1, 128, 576), "bfloat16"),
-            TensorSpec((4, 64, 1, 576), "bfloat16"),
+            TensorSpec((batch, 1, 128, d_v + 64), "bfloat16"),
+            TensorSpec((4, 64, 1, d_v + 64), "bfloat16"),
             block_table=TensorSpec((batch, 64), "int32"),
             cache_seqlens=TensorSpec((batch,), "int32"),
+            head_dim_v=d_v,
         )
         launches.append(plan_decode(problem, KNOWN_DEVICES["NVIDIA H200"]).launches[-1])
-    assert len({launch.scalars[-1] for launch in launches}) > 1
-    assert all(launch.kernel is combine_kernel and launch.constexprs == launches[0].constexprs for launch in launches)
+    constants = launches[0].constexprs
+    widths = [constants["WIDEST"] >> halved for halved in range(constants["NARROWER"] + 1)]
+    assert len({merge.scalars[-1] for merge in launches}) > (d_v > 100)
+    for merge in launches:
+        assert merge.kernel is combine_kernel
+        assert merge.constexprs == constants
+        assert merge.scalars[-1] in widths  # others write nothing
 
 
 @pytest.mark.parametrize("columns", [64, 128, 256, 512])

@@ -95,6 +95,8 @@ def test_every_call(config: Config, device: str) -> None:
     native = "cvt.rn.satfinite.e4m3x2.f32" in result.ptx
     quantises = config.operation == "append" and get_format(config.format).quantised
     assert native == (quantises and device != DEVICES["sm_80"])
+    if config.operation == "read" and get_format(config.format).quantised and config.dtype == "bfloat16":
+        assert "cvt.rn.bf16" in result.ptx  # and not in integers, as interpreted
 
 
 def loads_and_stores(ptx: str) -> tuple[int, int]:

@@ -58,7 +58,7 @@ def load_rows(
     """A block of rows: the first `D_V` values [N, BLOCK_C] (they are the values, too) and the rest [N, BLOCK_R].
 
     With `BLOCK_R == 0` there is no rest, and the second result is the first.  Otherwise a quantised row's rest is its RoPE
-    part, also where the values include it.
+    part, and columns of the first result behind `D_V` are undefined.
     """
     # With one base the offsets of a tile are added up in 32 bits before they meet it, which costs half of the instructions.
     n = tl.minimum(tl.arange(0, BLOCK_N), last)

@@ -41,7 +41,7 @@ def round_to(x, dtype: tl.constexpr):
         elif dtype == tl.float16:
             code = wide.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
             return tl.where(is_nan, 0x7E00, code).to(tl.uint16).to(tl.float16, bitcast=True)
-        elif COMPILED:
+        elif COMPILED:  # a comparison, where the bits of a magnitude take two instructions
             code = wide.to(tl.bfloat16).to(tl.uint16, bitcast=True)
             return tl.where(wide != wide, 0x7FC0, code).to(tl.uint16).to(tl.bfloat16, bitcast=True)
         else:

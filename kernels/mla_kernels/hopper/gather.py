@@ -2,7 +2,7 @@
 
 Each has one half of the keys of every block.  A block is loaded into registers (but for V3.2's RoPE part), as a whole as soon
 as the one before it has left them, or by halves; its rows are fetched into the second-level cache before.  Of 64 registers of
-a thread 36 hold it; what is loaded and then spilled would be waited for at once.
+a thread 36 or 38 hold it; what is loaded and then spilled would be waited for at once.
 """
 
 # Without `from __future__ import annotations`: an aggregate looks at the annotations of its fields.

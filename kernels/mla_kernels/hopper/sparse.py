@@ -98,7 +98,7 @@ def sparse_kernel(
         extra_cache_ptr.to(gl.pointer_type(gl.int32), bitcast=True), extra_last_slot,
         EXTRA_PAGE_SIZE, EXTRA_PAGE_STRIDE // 4, EXTRA_TOKEN_STRIDE // 4, EXTRA_SCALE_BASE // 4, EXTRA_SCALE_STRIDE // 4,
     )  # fmt: skip
-    # Where two row tiles of a query fetch the same rows, which MODEL1's registers do not allow.
+    # It pays where two row tiles of a query fetch the same rows; MODEL1 has no registers for it.
     BY_HALVES: gl.constexpr = ROW_TILES > 1 and not SCALE_E8M0
     scale_log2 = gl.load(scale_ptr) * LOG2E
     DTYPE: gl.constexpr = q_desc.dtype

@@ -6,12 +6,16 @@ and of calls that are there for a reason of their own.  `tests/inputs.py` makes 
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.cases import select_cases
 from tests.pairwise import Row, cover
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -362,6 +366,11 @@ def real_specs() -> tuple[ArgSpec, ...]:
     """Calls of the sizes that a GPU serves."""
     rows = [*real_cover()[0], *hopper_cover()[0]]
     return _unique([*_specs(rows, real_cost, REAL_COST, 8), *production_specs(), *REAL_EXTRAS])
+
+
+def through_jax(items: Iterable[T]) -> list[T]:
+    """Those of `items` that go through JAX: all, or where PyTorch is installed, too, every third."""
+    return list(items)[:: 1 if importlib.util.find_spec("torch") is None else 3]
 
 
 def spec_id(spec: ArgSpec) -> str:

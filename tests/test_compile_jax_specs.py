@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +11,7 @@ jax = pytest.importorskip("jax")
 
 import mla_jax
 from mla_jax import jax_triton_compat as compat
-from tests.arg_specs import real_specs, spec_id
+from tests.arg_specs import real_specs, spec_id, through_jax
 from tests.inputs import make_inputs
 
 pytestmark = [
@@ -32,11 +31,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
                     yield from equations(inner)
 
 
-# Where PyTorch is installed, too, every third one: environments without it trace all of them.
-SPECS = real_specs()[::3] if importlib.util.find_spec("torch") is not None else real_specs()
-
-
-@pytest.mark.parametrize("spec", SPECS, ids=spec_id)
+@pytest.mark.parametrize("spec", through_jax(real_specs()), ids=spec_id)
 def test_default_path(spec):
     """`tests/test_compile_jax.py` compiles and reads such calls; here every spec is seen to make them."""
     call = make_inputs(spec, filled=False).to_jax()

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.arg_specs import ArgSpec
+from tests.arg_specs import ArgSpec, through_jax
 from tests.inputs import jax_array, make_inputs
 from tests.judge import assert_close, judge, to_fp64, to_numpy
 
@@ -153,11 +153,8 @@ def pairs_of_the_matrix() -> list[ArgSpec]:
     return chosen
 
 
-# Each call is compiled.  Where PyTorch is installed, too, a third are: environments without it compile all of them.
-TURNS = 3 if importlib.util.find_spec("torch") is not None else 1
-
-
-@pytest.mark.parametrize("spec", pairs_of_the_matrix()[::TURNS], ids=lambda spec: spec.id)
+# Each call is compiled.
+@pytest.mark.parametrize("spec", through_jax(pairs_of_the_matrix()), ids=lambda spec: spec.id)
 def test_matrix_jax(spec: ArgSpec) -> None:
     pytest.importorskip("jax", reason="JAX is not installed")
     check_spec("jax", spec)
@@ -169,7 +166,7 @@ def test_cases_torch(name: str) -> None:
     check_spec("torch", CASES[name], published_bounds=CASES[name].std == 0.1)
 
 
-@pytest.mark.parametrize("name", list(CASES)[::TURNS])
+@pytest.mark.parametrize("name", through_jax(CASES))
 def test_cases_jax(name: str) -> None:
     pytest.importorskip("jax", reason="JAX is not installed")
     check_spec("jax", CASES[name], published_bounds=CASES[name].std == 0.1)

@@ -182,6 +182,8 @@ class Step:
             # Stated because jax-triton and Triton could differ in their defaults, and the binaries must not.
             "enable_fp_fusion": True,
         }
+        if launch.overlaps:
+            self._options["launch_pdl"] = True
         self._launchers: dict[tuple[bool, ...], tuple[Any, tuple]] = {}
 
     def __call__(self, addresses: Mapping[str, int], tensor: Callable[[str], torch.Tensor], stream: int | None = None) -> None:
@@ -229,10 +231,9 @@ class Program:
         self.scratch_size = 0
         for name, buffer in plan.buffers.items():
             if name not in ("out", "lse"):
-                if buffer.dtype not in ("float32", "int32"):
-                    raise ValueError(f"{name}: scratch has elements of 4 bytes, got {buffer.dtype}")
                 self.scratch[name] = self.scratch_size, buffer
-                self.scratch_size += -(-math.prod(buffer.shape) // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
+                elements = -(-math.prod(buffer.shape) * getattr(torch, buffer.dtype).itemsize // 4)
+                self.scratch_size += -(-elements // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
         out = plan.buffers["out"]
         self._out_shape = out.shape
         self._out_dtype = getattr(torch, out.dtype)
@@ -269,8 +270,8 @@ class Program:
             if name not in self.scratch:
                 return tensors[name]
             offset, buffer = self.scratch[name]
-            part = scratch[offset : offset + math.prod(buffer.shape)].view(buffer.shape)
-            return part.view(getattr(torch, buffer.dtype))
+            part = scratch[offset:].view(getattr(torch, buffer.dtype))
+            return part[: math.prod(buffer.shape)].view(buffer.shape)
 
         stream = current_stream(device)
         with self._lock:

@@ -74,7 +74,7 @@ LANGUAGE = SimpleNamespace(
     int64=np.int64,
     BlockedLayout=lambda *_: None,
     to_tensor=tensor,
-    arange=lambda start, end, layout=None: tensor(np.arange(start, end), np.int32),
+    arange=lambda start, end, layout=None: tensor(np.arange(start, int(getattr(end, "value", end))), np.int32),
     load=lambda pointer, mask=True, other=0: pointer.load(mask, other),
     store=lambda pointer, value, mask=True: pointer.store(value, mask),
     where=lambda condition, x, y: tensor(np.where(condition, x, y)),

@@ -1,5 +1,7 @@
 """Merging partial results: the combine kernel, interpreted as the plan launches it, against its definition in fp64."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -35,6 +37,13 @@ class Merge:
         """Packed rows of an item: key-value heads, then queries (dense), then the heads of a group."""
         return self.h_q * (1 if self.sparse else self.s_q)
 
+    def compacted(self) -> Merge:
+        """The same with outputs as fp16 holds them."""
+        pieces = {
+            item: [(dequantised(*quantised(out)), lse) for out, lse in of_item] for item, of_item in self.pieces.items()
+        }
+        return replace(self, pieces=pieces)
+
     def expected(self) -> tuple[np.ndarray, np.ndarray]:
         """fp64 out [b, s_q, h_q, d_v] and lse [b, h_q, s_q]; what is not split stays as it is."""
         batch = self.items // self.s_q if self.sparse else self.items
@@ -68,7 +77,7 @@ class Merge:
                 out[at], lse[at[0], at[2], at[1]] = value, merged
         return out, lse
 
-    def run(self, num_splits=None, first_slot=0, columns=None, **constants) -> tuple[np.ndarray, np.ndarray]:
+    def run(self, num_splits=None, first_slot=0, columns=None, compact=False, **constants) -> tuple[np.ndarray, np.ndarray]:
         """Merges with slots from `first_slot` on and a gap of one between items, in memory that is poison otherwise."""
         batch = self.items // self.s_q if self.sparse else self.items
         cache = TensorSpec((4, 64, self.h_kv, self.d_v), "bfloat16")
@@ -81,6 +90,9 @@ class Merge:
         problem = make_problem(q, cache, **scopes, attn_sink=sink, head_dim_v=self.d_v, num_splits=num_splits)
         step = plan_decode(problem, INTERPRETER).launches[-1]
         assert step.kernel is combine_kernel
+        if compact:  # as the Hopper path has it, whose kernels are not interpreted
+            columns = columns or self.d_v // 2
+            constants |= {"COMPACT": True, "WIDEST": 256, "NARROWER": 2}
         if columns is not None:
             step = replace(step, scalars=(*step.scalars[:-1], columns))
 
@@ -88,8 +100,8 @@ class Merge:
         slots = first_slot + sum(len(pieces) + 1 for pieces in self.pieces.values())
         if num_splits:
             slots = self.items * num_splits
-        partial_out = memory.array((slots, self.rows, self.d_v), "float32")
-        partial_lse = memory.array((slots, self.rows), "float32")
+        partial_out = memory.array((slots, self.rows, self.d_v), "float16" if compact else "float32")
+        partial_lse = memory.array((slots, self.rows, 2, 2) if compact else (slots, self.rows), "float32")
         schedule = memory.array((step.scalars[0] + 1 + 3 * len(self.pieces),), "int32")
         schedule[step.scalars[0]] = len(self.pieces)
         slot = first_slot
@@ -100,8 +112,14 @@ class Merge:
             for piece_out, piece_lse in pieces:
                 # As the attention kernel leaves it: where there was no key, anything.
                 written = piece_lse != -np.inf
-                partial_out[slot, written] = piece_out[written]
-                partial_lse[slot] = piece_lse
+                if compact:  # 0 where there was no key
+                    values, scales = quantised(np.where(written[:, None], piece_out, 0))
+                    partial_out[slot] = values
+                    partial_lse[slot, :, :, 0] = piece_lse[:, None]
+                    partial_lse[slot, :, :, 1] = scales
+                else:
+                    partial_out[slot, written] = piece_out[written]
+                    partial_lse[slot] = piece_lse
                 slot += 1
             slot += 1
         arrays = {"schedule": schedule, "table": schedule, "partial_out": partial_out, "partial_lse": partial_lse}
@@ -117,11 +135,32 @@ class Merge:
 
     def check(self, **how) -> tuple[np.ndarray, np.ndarray]:
         out, lse = self.run(**how)
-        expected_out, expected_lse = self.expected()
+        expected_out, expected_lse = (self.compacted() if how.get("compact") else self).expected()
         scale = max((np.abs(p[np.isfinite(p)]).max(initial=0) for ps in self.pieces.values() for p, _ in ps), default=1)
         np.testing.assert_allclose(out, expected_out, rtol=TOLERANCE, atol=TOLERANCE * scale)
         np.testing.assert_allclose(lse, expected_lse, rtol=TOLERANCE, atol=TOLERANCE)
         return out, lse
+
+
+# Where the columns of half a row lie: of 32 neighbours each lane of a quad has 4 pairs, which it stores side by side.
+PLACES = np.arange(256).reshape(8, 4, 4, 2).transpose(0, 2, 1, 3).ravel()
+
+
+def quantised(out: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of 512 columns as the Hopper kernels write them: fp16 in their places, and the scales of the halves."""
+    halves = out.astype(np.float32).reshape(len(out), 2, 256)
+    largest = np.where(np.isfinite(halves), np.abs(halves), 0).max(-1)
+    _, exponent = np.frexp(np.clip(largest, 2.0**-113, None))
+    scales = np.ldexp(np.float32(1), np.minimum(exponent - 1, 126) - 13).astype(np.float32)
+    with np.errstate(invalid="ignore"):
+        values = (halves / scales[..., None]).astype(np.float16)
+    return values[..., PLACES].reshape(out.shape), scales
+
+
+def dequantised(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    halves = np.empty((len(values), 2, 256), np.float32)
+    halves[..., PLACES] = values.reshape(halves.shape).astype(np.float32)
+    return (halves * scales[..., None]).reshape(values.shape)
 
 
 def draw_pieces(rng, count, rows, d_v, spread=3.0, empty=0.2):
@@ -227,6 +266,44 @@ def test_one_binary_serves_every_batch(d_v):
 def test_the_columns_of_a_task_are_only_a_matter_of_speed(columns):
     rng = np.random.default_rng(5)
     Merge(1, 3, 1, 300, False, 1, {0: draw_pieces(rng, 41, 3, 300)}).check(columns=columns)
+
+
+def test_half_precision_of_a_piece_has_a_scale_for_each_half_of_a_row():
+    rng = np.random.default_rng(9)
+    out = (rng.standard_normal((40, 512)) * np.exp(rng.uniform(-80, 80, (40, 1)))).astype(np.float32)
+    out[0], out[1, 300:] = 0, 1e38
+    values, scales = quantised(out)
+    assert np.isfinite(values).all()
+    error = np.abs(dequantised(values, scales) - out).reshape(40, 2, 256)
+    largest = np.abs(out).reshape(40, 2, 256).max(-1, keepdims=True)
+    assert (error <= np.maximum(2.0**-11 * np.abs(out).reshape(40, 2, 256), 2.0**-37 * largest)).all()
+
+
+@pytest.mark.parametrize("columns", [64, 128, 256])
+@pytest.mark.parametrize("count", [2, 15, 16, 33, 70])
+def test_pieces_in_half_precision(columns, count):
+    rng = np.random.default_rng([columns, count])
+    pieces = draw_pieces(rng, count, 6, 512)
+    for out, _ in pieces:
+        out *= np.exp(rng.uniform(-30, 30, (6, 1))).astype(np.float32)
+        out[:, 256:] *= 1e3
+    Merge(2, 3, 1, 512, False, 2, {1: pieces}).check(columns=columns, compact=True, first_slot=1)
+    three = {item: draw_pieces(rng, 3, 3, 512) for item in range(4)}
+    Merge(2, 3, 1, 512, True, 4, three, np.zeros(3, np.float32)).check(columns=columns, compact=True, num_splits=3)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_stays_so_in_half_precision_and_spoils_nothing_else(value):
+    pieces = draw_pieces(np.random.default_rng(10), 3, 2, 512, empty=0)
+    pieces[1][0][1, 300] = value
+    merge = Merge(1, 2, 1, 512, False, 1, {0: pieces})
+    out, lse = merge.run(compact=True)
+    np.testing.assert_array_equal(out[0, 0, 1, 300], value)
+    pieces[1][0][1, 300] = out[0, 0, 1, 300] = 0
+    expected, expected_lse = merge.compacted().expected()
+    expected[0, 0, 1, 300] = 0
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-6)
 
 
 def test_late_pieces_alone_hold_keys():

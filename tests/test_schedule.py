@@ -133,15 +133,19 @@ def stretches(step, lengths, extra_lengths, raw=None) -> list[tuple[int, ...]]:
     lengths = Pointer(lengths if has_length else lengths[:0])
     extra_lengths = Pointer(extra_lengths if has_extra_length else extra_lengths[:0])
     of_lengths = (lengths, extra_lengths, of_call["max_tokens"], extra_tokens)
-    programs, unit = of_call["programs"], constants["UNIT"]
+    programs, unit, items = of_call["programs"], constants["UNIT"], of_call["items"]
+    fixed_cost = constants["FIXED_COST"] if items > programs else 0
     made = []
     for program in range(programs):
         if constants["FIXED_SPLITS"]:
             fields = HOPPER.fixed_stretch(tensor(program), of_call["num_splits"], *of_lengths, *scopes, unit)
+        elif pieces := of_call["num_splits"]:
+            assert not (has_length or has_extra_length)
+            fields = HOPPER.even_stretch(tensor(program), items, programs, pieces, *of_lengths, scopes[0], scopes[2], unit)
         else:
-            fields = HOPPER.stretch(
-                tensor(program), of_call["items"], programs, *of_lengths, Pointer(raw), program == 0,
-                *scopes, unit, constants["FIXED_COST"], constants["SPLIT_COST"], constants["ITEM_CHUNK"],
+            fields = HOPPER.made_stretch(
+                tensor(program), items, programs, *of_lengths, Pointer(raw), program == 0, fixed_cost, *scopes, unit,
+                constants["SPLIT_COST"],
             )  # fmt: skip
         made.append(tuple(int(field) for field in fields))
     return made
@@ -179,7 +183,9 @@ def run(plan, lengths, extra_lengths=None) -> Schedule:
         assert step.grid == (programs, 1, 1)  # 16 heads are one tile
         work = stretches(step, lengths, extra, raw)
     memory.assert_guards_hold()
-    assert raw.size == schedule_size(programs, listed, items)
+    persistent = step.kernel is not schedule_kernel
+    even = scalars_of(step)["num_splits"] if persistent else 0  # then nothing is listed
+    assert raw.size == (1 if even else schedule_size(programs, listed, items))
     pieces = []
     for program, (first, last, first_unit, end_unit, first_slot, last_slot) in enumerate(work):
         for item in range(first, last + 1):
@@ -188,11 +194,18 @@ def run(plan, lengths, extra_lengths=None) -> Schedule:
             hi = min(end_unit, int(units[item])) if item == last else int(units[item])
             slot = first_slot if item == first else last_slot if item == last else -1
             pieces.append(Piece(item, lo, hi, slot, program))
-    count = int(raw[FIELDS * listed])
-    entries = raw[FIELDS * listed + 1 :][: 3 * count].reshape(count, 3)
-    assert (raw[FIELDS * listed + 1 + 3 * count :] == GUARD).all()  # nothing behind the list
+    if even:
+        assert (raw == GUARD).all()
+        entries = np.array([(item, item * even, even) for item in range(items if even > 1 else 0)], np.int32)
+    else:
+        count = int(raw[FIELDS * listed])
+        entries = raw[FIELDS * listed + 1 :][: 3 * count].reshape(count, 3)
+        assert (raw[FIELDS * listed + 1 + 3 * count :] == GUARD).all()  # nothing behind the list
     rows = problem.h_q * (1 if problem.sparse else problem.s_q)
-    slots = plan.buffers["partial_out"].shape[0] // rows if programs > 1 else 0
+    slots = plan.buffers["partial_out"].shape[0] // rows if programs > 1 and even != 1 else 0
+    assert slots == (items * even if even > 1 else 0 if even else num_slots(programs, items) if programs > 1 else 0)
+    if even:  # the merging is told the same
+        assert [launch.scalars[1:3] for launch in plan.launches[1:]] == ([(items, even)] if even > 1 else [])
     return Schedule(
         pieces,
         [tuple(e) for e in entries.tolist()],
@@ -200,7 +213,7 @@ def run(plan, lengths, extra_lengths=None) -> Schedule:
         programs,
         launched,
         slots,
-        constants["FIXED_COST"],
+        0 if persistent and items <= programs else constants["FIXED_COST"],
         constants["SPLIT_COST"],
     )
 
@@ -229,8 +242,6 @@ def assert_valid(schedule: Schedule) -> None:
     assert schedule.splits == split
     assert len(set(used)) == len(used)
     assert all(0 <= slot < schedule.slots for slot in used)
-    if schedule.programs > 1:
-        assert schedule.slots == num_slots(schedule.programs, len(schedule.units))
     assert schedule.slots <= schedule.programs + len(schedule.units)
     if not schedule.whole:
         # A program pays the fixed cost of the piece it begins with, which its stretch does not count.
@@ -354,11 +365,18 @@ def test_queries_with_indices_and_an_extra_scope(programs, plan):
 
 @pytest.mark.parametrize("programs", [6, 132])
 def test_the_sparse_hopper_plan_without_lengths(programs):
-    """Every query has the same keys: whole where they fill the card evenly, split where there are too few."""
+    """Every query has the same keys: whole where they fill the card evenly, split where there are too few.
+
+    Neither needs a schedule, nor does the former any merging.
+    """
     for topk, extra_topk in ((2048, 0), (1, 0), (128, 1024)):
         options = {"s_q": 2, "topk": topk, "extra_topk": extra_topk, "has_length": False, "has_extra_length": False}
         for items in (2, programs, 2 * programs, 2 * programs + 2):
-            schedule = run(plan_of(items, programs, **options, plan=plan_sparse), np.full(items // 2, GUARD))
+            plan = plan_of(items, programs, **options, plan=plan_sparse)
+            schedule = run(plan, np.full(items // 2, GUARD))
+            if items <= 2 * programs:
+                assert scalars_of(plan.launches[0])["num_splits"] > 0
+                assert len(plan.launches) == 1 + (not schedule.whole)
             assert (schedule.units == sum(-(-keys // 128) for keys in (topk, extra_topk))).all()
             assert schedule.whole or items % programs
             assert_valid(schedule)

@@ -30,22 +30,24 @@ def _merge(
     OUT_STRIDE_B: tl.constexpr,
     OUT_STRIDE_S: tl.constexpr,
     OUT_STRIDE_H: tl.constexpr,
-    FIXED_SPLITS: tl.constexpr,
+    COMPACT: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """The tasks of one program, each of them `BLOCK_D` columns of a row."""
     ALL_ROWS: tl.constexpr = KV_HEADS * ROWS
     COLUMN_BLOCKS: tl.constexpr = (D_V + BLOCK_D - 1) // BLOCK_D
-    BLOCK_PARTS: tl.constexpr = 2048 // BLOCK_D if BLOCK_D < 512 else 4
+    BLOCK_PARTS: tl.constexpr = (4096 if COMPACT else 2048) // BLOCK_D if BLOCK_D < 512 else 4
     for task in range(tl.program_id(0), count * (ALL_ROWS * COLUMN_BLOCKS), tl.num_programs(0)):
         entry = task // (ALL_ROWS * COLUMN_BLOCKS)
         packed_row = (task // COLUMN_BLOCKS) % ALL_ROWS
-        col = (task % COLUMN_BLOCKS) * BLOCK_D + tl.arange(0, BLOCK_D)
-        if FIXED_SPLITS:
-            item = entry
-            first_slot = entry * num_splits
-            pieces = num_splits
-        else:
+        place = (task % COLUMN_BLOCKS) * BLOCK_D + tl.arange(0, BLOCK_D)
+        col = place
+        if COMPACT:  # the order in which a tensor core's result lies in registers
+            col = tl.max_contiguous(tl.multiple_of((place & ~30) | ((place & 6) << 2) | ((place & 24) >> 2), 2), 2)
+        item = entry
+        first_slot = entry * num_splits
+        pieces = num_splits
+        if num_splits == 0:
             split = schedule_ptr + splits_offset + 1 + entry * 3
             item = tl.load(split)
             first_slot = tl.load(split + 1)
@@ -58,16 +60,24 @@ def _merge(
         for start in range(0, pieces, BLOCK_PARTS):
             part = (first_slot + start + piece).to(tl.int64) * ALL_ROWS + packed_row
             mask = start + piece < pieces
-            lse = tl.load(partial_lse_ptr + part, mask=mask, other=float("-inf"))
+            if COMPACT:
+                of_half = partial_lse_ptr + (part * 2 + (task % COLUMN_BLOCKS) * BLOCK_D // (D_V // 2)) * 2
+                lse = tl.load(of_half, mask=mask, other=float("-inf"))
+                scale = tl.load(of_half + 1, mask=mask, other=0.0)
+            else:
+                lse = tl.load(partial_lse_ptr + part, mask=mask, other=float("-inf"))
             value = tl.load(
-                partial_out_ptr + part[:, None] * D_V + col[None, :], mask=mask[:, None] & (col < D_V)[None, :], other=0.0
-            )
-            value = tl.where((lse != float("-inf"))[:, None], value, 0.0)
+                partial_out_ptr + part[:, None] * D_V + place[None, :], mask=mask[:, None] & (place < D_V)[None, :], other=0.0
+            ).to(tl.float32)
+            if not COMPACT:  # what a portable kernel leaves where there was no key may be NaN
+                value = tl.where((lse != float("-inf"))[:, None], value, 0.0)
             top_new = tl.maximum(top, tl.max(lse, 0))
             base = tl.where(top_new == float("-inf"), 0.0, top_new)
             weight = tl.exp2((lse - base) * LOG2E)
             alpha = tl.exp2((top - base) * LOG2E)
             total = total * alpha + tl.sum(weight, 0)
+            if COMPACT:
+                weight = weight * scale
             acc = acc * alpha + tl.sum(value * weight[:, None], 0)
             top = top_new
 
@@ -110,24 +120,30 @@ def combine_kernel(
     OUT_STRIDE_B: tl.constexpr,
     OUT_STRIDE_S: tl.constexpr,
     OUT_STRIDE_H: tl.constexpr,
-    FIXED_SPLITS: tl.constexpr,
+    COMPACT: tl.constexpr,
     WIDEST: tl.constexpr,
     NARROWER: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Merges pieces into `out` and `lse`, in place: rows of items that were not split are left as they are.
 
     A piece is its own softmax: an output and the natural log-sum-exp of its scores, -inf where it had no key.  Every piece has
-    been written, those without keys too.
+    been written, those without keys too.  Outputs are fp32; with `COMPACT` fp16, halves of a row that have scales of their
+    own, each of which follows the log-sum-exp: fp32 [pieces, rows, 2, 2].
+    With `num_splits` each item is in so many pieces; where that is 0, the schedule lists those that are split.
     Grid (any,): the programs share out (split item, row, columns) among themselves, `columns` to a task: `WIDEST`, or that
     halved up to `NARROWER` times.  One binary serves them all, because which is best depends on the batch.
+    With `OVERLAPS`, they may be started before the kernel that writes the pieces has ended.
     """
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
     count = items
-    if not FIXED_SPLITS:
+    if num_splits == 0:
         count = tl.load(schedule_ptr + splits_offset)
     for halved in tl.static_range(NARROWER + 1):
         if columns == WIDEST >> halved:
             _merge(
                 schedule_ptr, partial_out_ptr, partial_lse_ptr, sink_ptr, splits_offset, count, num_splits, out_ptr, lse_ptr,
-                S_Q, H_Q, GROUP, ROWS, KV_HEADS, D_V, SPARSE, HAS_SINK, OUT_STRIDE_B, OUT_STRIDE_S, OUT_STRIDE_H, FIXED_SPLITS,
+                S_Q, H_Q, GROUP, ROWS, KV_HEADS, D_V, SPARSE, HAS_SINK, OUT_STRIDE_B, OUT_STRIDE_S, OUT_STRIDE_H, COMPACT,
                 WIDEST >> halved,
             )  # fmt: skip

@@ -62,6 +62,9 @@ class Launch:
     of a dense call and the indices of a sparse one; `lengths` is `cache_seqlens` or `topk_length`.  A name that stands in
     both `inputs` and `outputs` is updated in place, and the kernel gets its pointer twice.  A `TileDescriptor` only reads:
     its array is no output of the same launch.
+
+    With `overlaps`, a front end may have the launch begin before the one before it has ended (CUDA's programmatic dependent
+    launch): the kernel itself waits for that end before it touches memory.
     """
 
     kernel: Any  # triton.JITFunction or GluonJITFunction, or the interpreted twin of the former
@@ -72,6 +75,7 @@ class Launch:
     grid: tuple[int, int, int]
     num_warps: int
     num_stages: int
+    overlaps: bool = False
 
     @property
     def name(self) -> str:

@@ -88,6 +88,8 @@ class Work:
       launched: programs that are launched, idle ones included.
       slots: of the scratch, for partial results; 0 if nothing can be split.
       each_makes: every program makes the schedule for itself; only the list of split items is written.
+      even: pieces of every item where that is known without a schedule, though a program may have several items; or 0.
+      compact: pieces are written as scaled fp16 (see `combine_kernel`).
     """
 
     problem: Problem
@@ -98,6 +100,8 @@ class Work:
     launched: int
     slots: int
     each_makes: bool = False
+    even: int = 0
+    compact: bool = False
 
     @staticmethod
     def made(problem: Problem, unit: int, programs: int) -> Work:
@@ -107,9 +111,11 @@ class Work:
         return Work(problem, geometry, None, unit, programs, max(programs, geometry.items), slots)
 
     @staticmethod
-    def made_by_each(problem: Problem, unit: int, programs: int) -> Work:
-        """By a schedule that every program makes for itself."""
-        return replace(Work.made(problem, unit, programs), launched=programs, each_makes=True)
+    def made_by_each(problem: Problem, unit: int, programs: int, even: int = 0) -> Work:
+        """By a schedule that every program makes for itself, or in `even` pieces of every item."""
+        made = Work.made(problem, unit, programs)
+        slots = (made.geometry.items * even if even > 1 else 0) if even else made.slots
+        return replace(made, launched=programs, slots=slots, each_makes=True, even=even)
 
     @staticmethod
     def fixed(problem: Problem, num_splits: int) -> Work:
@@ -148,10 +154,10 @@ class Work:
         buffers = {
             "out": Buffer(problem.out_shape, "float32" if facts.interpreted else problem.dtype),
             "lse": Buffer(problem.lse_shape, "float32"),
-            "partial_out": Buffer((rows, problem.d_v), "float32"),
-            "partial_lse": Buffer((rows,), "float32"),
+            "partial_out": Buffer((rows, problem.d_v), "float16" if self.compact else "float32"),
+            "partial_lse": Buffer((rows, 2, 2) if self.compact else (rows,), "float32"),
         }
-        if self.num_splits is None:
+        if self.num_splits is None and not self.even:
             size = schedule_size(self.programs, self.listed, self.geometry.items)
             buffers["schedule"] = Buffer((size,), "int32")
         return buffers
@@ -224,19 +230,29 @@ class Work:
         # The order of sums follows from both, so that a caller's number of splits keeps the batch out of them.
         entries = min(items, self.slots)
         rows = self.all_rows * (1 if self.problem.num_splits is not None else entries)
-        block_d = widest = self.geometry.block_c
+        block_d = widest = self.geometry.block_c // (2 if self.compact else 1)
         while block_d > NARROWEST and rows * cdiv(self.problem.d_v, block_d) < 4 * facts.multiprocessors:
             block_d //= 2
         tasks = entries * self.all_rows * cdiv(self.problem.d_v, block_d)
+        overlaps = facts.capability >= (9, 0) and not facts.interpreted
+        constants = self.output_constants()
+        del constants["FIXED_SPLITS"]
         launch = Launch(
             kernel=combine_kernel,
             inputs=(self.schedule, "partial_out", "partial_lse", self.sink, "out", "lse"),
-            scalars=(WORK_FIELDS.value * self.listed, items, self.num_splits or 0, block_d),
+            scalars=(WORK_FIELDS.value * self.listed, items, self.num_splits or self.even, block_d),
             outputs=("out", "lse"),
-            constexprs={**self.output_constants(), "WIDEST": widest, "NARROWER": max(widest // NARROWEST, 1).bit_length() - 1},
+            constexprs={
+                **constants,
+                "COMPACT": self.compact,
+                "WIDEST": widest,
+                "NARROWER": max(widest // NARROWEST, 1).bit_length() - 1,
+                "OVERLAPS": overlaps,
+            },
             grid=(min(tasks, 16 * facts.multiprocessors), 1, 1),
-            num_warps=4,
+            num_warps=1 if self.compact else 4,
             num_stages=1,
+            overlaps=overlaps,
         )
         return (launch,)
 
@@ -245,6 +261,6 @@ class Work:
         return {
             "items": self.geometry.items,
             "programs": self.programs,
-            "num_splits": "made on the device" if self.num_splits is None else self.num_splits,
-            "scratch_bytes": 4 * self.slots * self.all_rows * (self.problem.d_v + 1),
+            "num_splits": self.num_splits or self.even or "made on the device",
+            "scratch_bytes": self.slots * self.all_rows * (2 * self.problem.d_v + 16 if self.compact else 4 * self.problem.d_v + 4),
         }

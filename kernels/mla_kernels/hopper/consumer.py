@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..softmax import LOWEST
 from .output import write
@@ -197,6 +198,7 @@ def consumer(
         mbarrier.wait(total_full[OTHER], item_parity)
         l = l + buffers.total.index(OTHER).load(ROWS_OF_S)
         mbarrier.arrive(q_empty)
+        gdc_launch_dependents()  # the kernel that merges may be made ready
         write(
             work, item, acc, gl.convert_layout(l, ROWS_OF_O), gl.convert_layout(m, ROWS_OF_O), out_ptr, lse_ptr,
             partial_out_ptr, partial_lse_ptr, sink_ptr, S_Q, H_Q, ROWS, SPARSE, HAS_SINK,

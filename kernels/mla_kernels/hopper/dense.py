@@ -49,7 +49,6 @@ def dense_kernel(
     UNIT: gl.constexpr,
     FIXED_COST: gl.constexpr,
     SPLIT_COST: gl.constexpr,
-    ITEM_CHUNK: gl.constexpr,
     ROW_TILES: gl.constexpr,
 ):
     """Grid (programs * row tiles,), tiles fastest; `q_desc` describes q as [b * s_q * h_q, d_qk].
@@ -61,7 +60,7 @@ def dense_kernel(
     tile = gl.program_id(0) % ROW_TILES
     work = new_work(
         program, tile, items, programs, num_splits, lengths_ptr, lengths_ptr, max_tokens, max_tokens, schedule_ptr,
-        1, True, False, False, FIXED_SPLITS, UNIT, FIXED_COST, SPLIT_COST, ITEM_CHUNK,
+        1, True, False, False, FIXED_SPLITS, UNIT, FIXED_COST, SPLIT_COST,
     )  # fmt: skip
     scale_log2 = gl.load(scale_ptr) * LOG2E
     DTYPE: gl.constexpr = q_desc.dtype

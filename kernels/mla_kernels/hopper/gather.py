@@ -328,17 +328,19 @@ def gather(
             lo, hi, extra_lo, extra_hi, cache, extra, work.HAS_EXTRA,
         )  # fmt: skip
         pairs = keys.pairs()
-        slot = keys.slots(0, keys.load_indices(0, 0, SHARE_INDEX))
+        # Before the rows, behind which they would be waited for.
+        first_index, index = keys.load_indices(0, 0, SHARE_INDEX), keys.load_indices(0, 1, SHARE_INDEX)
+        third_index = keys.load_indices(1 if BY_HALVES else 0, 0, SHARE_INDEX)
+        slot = keys.slots(0, first_index)
         rows, scales = keys.places(0, slot)
         block = (
             _load_half(rows, slot, 0, E8M0, ROPE_WORD), _load_half(rows, slot, 1, E8M0, ROPE_WORD),
             _load_scales(scales, slot, E8M0),
         )  # fmt: skip
-        index = keys.load_indices(0, 1, SHARE_INDEX)
         if BY_HALVES:
             slots = slot, keys.slots(0, index)
             _prefetch(keys, 0, slots[1], E8M0)
-            index = keys.load_indices(1, 0, SHARE_INDEX)
+            index = third_index
         else:
             slots = (slot,)  # type: ignore[assignment]
         if SHARE_INDEX == 0:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..device import DeviceFacts
 from ..launch import Buffer, Launch, Plan, Refusal, TileDescriptor
 from ..plan import cache_constants
 from ..problem import INT32_MAX, Problem
-from ..work import Geometry, Work, cdiv, item_chunk, overridden
+from ..work import Geometry, Work, cdiv, overridden
 from .dense import dense_kernel
 from .schedule import LONGEST_LINE
 from .sizes import BLOCK, D_V, PANEL, ROPE, TILE, WARPS
@@ -29,11 +29,11 @@ class Tuning:
     """What can be overridden for experiments.
 
     Attributes:
-      fixed_cost: what starting and ending an item costs, in pairs of blocks.
+      fixed_cost: what starting and ending an item costs, in pairs of blocks, where there are more items than programs.
       split_cost: what splitting costs a call, in pairs of blocks.
     """
 
-    fixed_cost: int
+    fixed_cost: int = 2
     split_cost: int = 4
 
     def __post_init__(self):
@@ -169,11 +169,25 @@ def _work(problem: Problem, facts: DeviceFacts, overrides: dict[str, int] | None
     geometry = Geometry.of(problem)
     row_tiles = cdiv(geometry.rows, TILE)
     programs = max(1, facts.multiprocessors // row_tiles)
-    # With a program or more for every item all of them start and end about as many.
-    tuning = overridden(Tuning(fixed_cost=0 if geometry.items <= programs else 2), overrides)
+    tuning = overridden(Tuning(), overrides)
     if problem.num_splits is not None:
-        return Work.fixed(problem, problem.num_splits), tuning, row_tiles
-    return Work.made_by_each(problem, 2 * BLOCK, programs), tuning, row_tiles
+        return replace(Work.fixed(problem, problem.num_splits), compact=True), tuning, row_tiles
+    even = _even_pieces(problem, geometry.items, programs, tuning)
+    return replace(Work.made_by_each(problem, 2 * BLOCK, programs, even), compact=True), tuning, row_tiles
+
+
+def _even_pieces(problem: Problem, items: int, programs: int, tuning: Tuning) -> int:
+    """Pieces of every item where all have as many keys, as known here, and no schedule could do better; otherwise 0."""
+    if not problem.sparse or problem.has_length or problem.has_extra_length:
+        return 0
+    units = max(cdiv(problem.max_tokens, 2 * BLOCK) + cdiv(problem.extra_width, 2 * BLOCK), 1)
+    fixed_cost = 0 if items <= programs else tuning.fixed_cost
+    cost = units + fixed_cost
+    balanced = cdiv(items * cost, programs)
+    if cost * cdiv(items, programs) <= balanced + fixed_cost + tuning.split_cost:
+        return 1
+    pieces = min(range(1, max(programs // items, 1) + 1), key=lambda pieces: cdiv(units, pieces))
+    return pieces if pieces > 1 and cdiv(units, pieces) <= balanced else 0
 
 
 def _constants(problem: Problem, work: Work, tuning: Tuning, row_tiles: int) -> dict[str, Any]:
@@ -188,7 +202,6 @@ def _constants(problem: Problem, work: Work, tuning: Tuning, row_tiles: int) -> 
         "UNIT": work.unit,
         "FIXED_COST": tuning.fixed_cost,
         "SPLIT_COST": tuning.split_cost,
-        "ITEM_CHUNK": item_chunk(work.geometry.items),
         "ROW_TILES": row_tiles,
     }
 
@@ -232,7 +245,7 @@ def plan_dense(problem: Problem, facts: DeviceFacts, overrides: dict[str, int] |
             problem.max_tokens,
             problem.batch,
             work.programs,
-            problem.num_splits or 0,
+            problem.num_splits or work.even,
         ),
         outputs=("out", "lse", "partial_out", "partial_lse", "schedule"),
         constexprs={
@@ -275,7 +288,7 @@ def plan_sparse(problem: Problem, facts: DeviceFacts, overrides: dict[str, int] 
             problem.extra_width,
             work.geometry.items,
             work.programs,
-            problem.num_splits or 0,
+            problem.num_splits or work.even,
         ),
         outputs=("out", "lse", "partial_out", "partial_lse", "schedule"),
         constexprs={

@@ -17,6 +17,10 @@ LONGEST_LINE = 2**30
 
 INT32_MAX = gl.constexpr(_INT32_MAX)
 
+# Items that a schedule looks at at once: few, by each warp for itself, as warps would have to wait for one another; or many.
+FEW = gl.constexpr(32)
+MANY = gl.constexpr(512)
+
 
 @gluon.jit
 def _add(a, b):
@@ -39,19 +43,19 @@ def _five_sums_and_four_maxima(a0, a1, a2, a3, a4, a5, a6, a7, a8, b0, b1, b2, b
 
 @gluon.jit
 def _costs(
-    start, items, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens,
+    start, items, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens, fixed_cost,
     QUERIES: gl.constexpr, HAS_LENGTH: gl.constexpr, HAS_EXTRA: gl.constexpr, HAS_EXTRA_LENGTH: gl.constexpr,
-    UNIT: gl.constexpr, FIXED_COST: gl.constexpr, CHUNK: gl.constexpr,
+    UNIT: gl.constexpr, CHUNK: gl.constexpr,
 ):  # fmt: skip
     """Items from `start` on, which of them exist, and their costs."""
-    layout: gl.constexpr = gl.BlockedLayout([CHUNK // 128], [32], [4], [0])
+    layout: gl.constexpr = gl.BlockedLayout([CHUNK // 128 if CHUNK > 128 else 1], [32], [4], [0])
     item = start + gl.arange(0, CHUNK, layout=layout)
     real = item < items
     length, extra_length = item_lengths(
         item, real, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens,
         QUERIES, HAS_LENGTH, HAS_EXTRA, HAS_EXTRA_LENGTH,
     )  # fmt: skip
-    return item, real, gl.where(real, item_units(length, extra_length, UNIT) + FIXED_COST, 0)
+    return item, real, gl.where(real, item_units(length, extra_length, UNIT) + fixed_cost, 0)
 
 
 @gluon.jit
@@ -62,9 +66,9 @@ def uniform(x):
 
 @gluon.jit
 def stretch(
-    program, items, programs, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens, splits_ptr, writes_list,
+    program, items, programs, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens, splits_ptr, writes_list, fixed_cost,
     QUERIES: gl.constexpr, HAS_LENGTH: gl.constexpr, HAS_EXTRA: gl.constexpr, HAS_EXTRA_LENGTH: gl.constexpr,
-    UNIT: gl.constexpr, FIXED_COST: gl.constexpr, SPLIT_COST: gl.constexpr, CHUNK: gl.constexpr,
+    UNIT: gl.constexpr, SPLIT_COST: gl.constexpr, CHUNK: gl.constexpr,
 ):  # fmt: skip
     """A program's first and last item, first and end unit, and scratch slots (-1 where an item is whole).
 
@@ -74,8 +78,8 @@ def stretch(
     longest = gl.to_tensor(0)
     for start in range(0, items, CHUNK):
         item, real, cost = _costs(
-            start, items, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens,
-            QUERIES, HAS_LENGTH, HAS_EXTRA, HAS_EXTRA_LENGTH, UNIT, FIXED_COST, CHUNK,
+            start, items, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens, fixed_cost,
+            QUERIES, HAS_LENGTH, HAS_EXTRA, HAS_EXTRA_LENGTH, UNIT, CHUNK,
         )  # fmt: skip
         chunk_total, chunk_longest = gl.reduce((cost, cost), 0, _sum_and_maximum)
         total += chunk_total
@@ -91,7 +95,7 @@ def stretch(
     last_slot = gl.to_tensor(-1)
     num_split = gl.to_tensor(0)
     first_unit = gl.to_tensor(0)
-    if longest * items_each > quota + (FIXED_COST + SPLIT_COST):
+    if longest * items_each > quota + (fixed_cost + SPLIT_COST):
         # Balanced: a stretch [lo, hi) of the line, found by comparing it with the ends of all items.
         lo = program * quota
         hi = gl.minimum(lo + quota, total)
@@ -105,16 +109,16 @@ def stretch(
         last_end = total * 0
         for start in range(0, items, CHUNK):
             item, real, cost = _costs(
-            start, items, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens,
-            QUERIES, HAS_LENGTH, HAS_EXTRA, HAS_EXTRA_LENGTH, UNIT, FIXED_COST, CHUNK,
+            start, items, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens, fixed_cost,
+            QUERIES, HAS_LENGTH, HAS_EXTRA, HAS_EXTRA_LENGTH, UNIT, CHUNK,
         )  # fmt: skip
             end = base + gl.associative_scan(cost, 0, _add)
             begin = end - cost
-            first_program = (begin + FIXED_COST) // quota
+            first_program = (begin + fixed_cost) // quota
             pieces = gl.where(real, (end - 1) // quota - first_program + 1, 1)
             split = (pieces > 1).to(gl.int32)
             done = end <= lo  # the item ends before the stretch
-            begun = (begin + FIXED_COST < hi) & real  # it has units before the end of the stretch
+            begun = (begin + fixed_cost < hi) & real  # it has units before the end of the stretch
             left = end < hi  # it ends inside the stretch, or before
             is_done = done.to(gl.int32)
             n_done, n_begun, done_splits, left_splits, splits, done_end, begun_begin, begun_end, last = gl.reduce(
@@ -138,18 +142,34 @@ def stretch(
                 gl.store(entry + 2, pieces, mask=split > 0)
             base = last
             num_split += splits
-        first_unit = gl.maximum(lo - first_start - FIXED_COST, 0)
-        end_unit = gl.minimum(hi, last_end) - last_start - FIXED_COST
+        first_unit = gl.maximum(lo - first_start - fixed_cost, 0)
+        end_unit = gl.minimum(hi, last_end) - last_start - fixed_cost
         first_partial = (first_unit > 0) | ((first_item == last_item) & (hi < last_end))
         first_slot = gl.where(first_partial, program + first_rank, -1)
         last_slot = gl.where(hi >= last_end, -1, program + last_rank)
     if writes_list:
         gl.store(splits_ptr, num_split)
-    # What loops and addresses follow from is kept in uniform registers, or the products' operands would not be.
-    return (
-        uniform(first_item), uniform(last_item), uniform(first_unit), uniform(end_unit), uniform(first_slot),
-        uniform(last_slot),
-    )  # fmt: skip
+    return first_item, last_item, first_unit, end_unit, first_slot, last_slot
+
+
+@gluon.jit
+def made_stretch(
+    program, items, programs, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens, splits_ptr, writes_list, fixed_cost,
+    QUERIES: gl.constexpr, HAS_LENGTH: gl.constexpr, HAS_EXTRA: gl.constexpr, HAS_EXTRA_LENGTH: gl.constexpr,
+    UNIT: gl.constexpr, SPLIT_COST: gl.constexpr,
+):  # fmt: skip
+    """`stretch`, looking at few or many items at once."""
+    if items <= FEW:
+        first_item, last_item, first_unit, end_unit, first_slot, last_slot = stretch(
+            program, items, programs, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens, splits_ptr, writes_list,
+            fixed_cost, QUERIES, HAS_LENGTH, HAS_EXTRA, HAS_EXTRA_LENGTH, UNIT, SPLIT_COST, FEW,
+        )  # fmt: skip
+    else:
+        first_item, last_item, first_unit, end_unit, first_slot, last_slot = stretch(
+            program, items, programs, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens, splits_ptr, writes_list,
+            fixed_cost, QUERIES, HAS_LENGTH, HAS_EXTRA, HAS_EXTRA_LENGTH, UNIT, SPLIT_COST, MANY,
+        )  # fmt: skip
+    return first_item, last_item, first_unit, end_unit, first_slot, last_slot
 
 
 @gluon.jit
@@ -175,22 +195,59 @@ def fixed_stretch(
 
 
 @gluon.jit
+def even_stretch(
+    program, items, programs, pieces, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens,
+    QUERIES: gl.constexpr, HAS_EXTRA: gl.constexpr, UNIT: gl.constexpr,
+):  # fmt: skip
+    """The same where all items have as many keys: an item has so many pieces, or a program has so many whole items."""
+    first_item, last_item, first_unit, end_unit, first_slot, last_slot = fixed_stretch(
+        program, pieces, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens, QUERIES, False, HAS_EXTRA, False, UNIT
+    )
+    if pieces == 1:
+        items_each = (items + programs - 1) // programs
+        first_item = program * items_each
+        last_item = first_item + items_each - 1
+    return first_item, gl.minimum(last_item, items - 1), first_unit, end_unit, first_slot, last_slot
+
+
+@gluon.jit
 def new_work(
     program, tile, items, programs, num_splits, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens, splits_ptr,
     QUERIES: gl.constexpr, HAS_LENGTH: gl.constexpr, HAS_EXTRA: gl.constexpr, HAS_EXTRA_LENGTH: gl.constexpr,
-    FIXED_SPLITS: gl.constexpr, UNIT: gl.constexpr, FIXED_COST: gl.constexpr, SPLIT_COST: gl.constexpr, CHUNK: gl.constexpr,
+    FIXED_SPLITS: gl.constexpr, UNIT: gl.constexpr, FIXED_COST: gl.constexpr, SPLIT_COST: gl.constexpr,
 ):  # fmt: skip
-    """The work of a program.  Where it makes the schedule, the first one also writes the list of split items."""
+    """The work of a program.
+
+    Without `FIXED_SPLITS`, `num_splits` is the number of pieces of every item if that is known, which it can be where there
+    are no lengths; or 0: then the program makes the schedule, and the first one also writes the list of split items.
+    """
     if FIXED_SPLITS:
         first_item, last_item, first_unit, end_unit, first_slot, last_slot = fixed_stretch(
             program, num_splits, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens,
             QUERIES, HAS_LENGTH, HAS_EXTRA, HAS_EXTRA_LENGTH, UNIT,
         )  # fmt: skip
     else:
-        first_item, last_item, first_unit, end_unit, first_slot, last_slot = stretch(
-            program, items, programs, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens, splits_ptr,
-            gl.program_id(0) == 0, QUERIES, HAS_LENGTH, HAS_EXTRA, HAS_EXTRA_LENGTH, UNIT, FIXED_COST, SPLIT_COST, CHUNK,
-        )  # fmt: skip
+        # With a program or more for every item all of them start and end about as many.
+        fixed_cost = gl.where(items <= programs, 0, FIXED_COST)
+        first = gl.program_id(0) == 0
+        if HAS_LENGTH or HAS_EXTRA_LENGTH:
+            first_item, last_item, first_unit, end_unit, first_slot, last_slot = made_stretch(
+                program, items, programs, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens, splits_ptr, first,
+                fixed_cost, QUERIES, HAS_LENGTH, HAS_EXTRA, HAS_EXTRA_LENGTH, UNIT, SPLIT_COST,
+            )  # fmt: skip
+        elif num_splits > 0:
+            first_item, last_item, first_unit, end_unit, first_slot, last_slot = even_stretch(
+                program, items, programs, num_splits, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens,
+                QUERIES, HAS_EXTRA, UNIT,
+            )  # fmt: skip
+        else:
+            first_item, last_item, first_unit, end_unit, first_slot, last_slot = made_stretch(
+                program, items, programs, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens, splits_ptr, first,
+                fixed_cost, QUERIES, HAS_LENGTH, HAS_EXTRA, HAS_EXTRA_LENGTH, UNIT, SPLIT_COST,
+            )  # fmt: skip
+        # What loops and addresses follow from is kept in uniform registers, or the products' operands would not be.
+        first_item, last_item, first_unit = uniform(first_item), uniform(last_item), uniform(first_unit)
+        end_unit, first_slot, last_slot = uniform(end_unit), uniform(first_slot), uniform(last_slot)
     return Work(
         lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens, tile, first_item, last_item, first_unit, end_unit, first_slot,
         last_slot, QUERIES, HAS_LENGTH, HAS_EXTRA, HAS_EXTRA_LENGTH, UNIT,

@@ -76,7 +76,6 @@ def sparse_kernel(
     UNIT: gl.constexpr,
     FIXED_COST: gl.constexpr,
     SPLIT_COST: gl.constexpr,
-    ITEM_CHUNK: gl.constexpr,
     ROW_TILES: gl.constexpr,
 ):
     """Grid (programs * row tiles,), tiles fastest; `q_desc` describes q as [b * s_q * h_q, d_qk].
@@ -88,7 +87,7 @@ def sparse_kernel(
     tile = uniform(gl.program_id(0) % ROW_TILES)
     work = new_work(
         program, tile, items, programs, num_splits, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens, schedule_ptr,
-        S_Q, HAS_LENGTH, HAS_EXTRA, HAS_EXTRA_LENGTH, FIXED_SPLITS, UNIT, FIXED_COST, SPLIT_COST, ITEM_CHUNK,
+        S_Q, HAS_LENGTH, HAS_EXTRA, HAS_EXTRA_LENGTH, FIXED_SPLITS, UNIT, FIXED_COST, SPLIT_COST,
     )  # fmt: skip
     cache = Cache(
         cache_ptr.to(gl.pointer_type(gl.int32), bitcast=True), last_slot,

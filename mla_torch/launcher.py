@@ -8,12 +8,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from mla_kernels import direct
 from mla_kernels.attend import attend_kernel
 from mla_kernels.device import INTERPRETER, DeviceFacts
 from mla_kernels.launch import INTERPRETER_LOCK, Buffer, Launch, Plan, TileDescriptor
@@ -156,6 +157,15 @@ def _descriptor_maker(tile: TileDescriptor) -> Callable[[torch.Tensor], Any]:
     return make
 
 
+class _Binary(NamedTuple):
+    """What launches a binary: Triton, which takes the constants too, and what takes less time, or why that is refused."""
+
+    launch: Callable[..., None]
+    constants: tuple
+    direct: direct.DirectLaunch | None
+    refused: str = ""
+
+
 class Step:
     """One launch, with all that does not change between calls worked out.
 
@@ -164,7 +174,7 @@ class Step:
     addresses in place of tensors.
     """
 
-    __slots__ = ("_constants", "_descriptors", "_grid", "_inputs", "_kernel", "_launchers", "_options", "_outputs", "_scalars")
+    __slots__ = ("_binaries", "_constants", "_descriptors", "_grid", "_inputs", "_kernel", "_names", "_options", "_outputs", "_scalars")
 
     def __init__(self, launch: Launch):
         self._kernel = launch.kernel
@@ -175,6 +185,7 @@ class Step:
         ]
         self._scalars = launch.scalars
         self._outputs = launch.outputs
+        self._names = (*self._inputs, *self._outputs)
         self._constants = launch.constexprs
         self._options = {
             "num_warps": launch.num_warps,
@@ -182,7 +193,7 @@ class Step:
             # Stated because jax-triton and Triton could differ in their defaults, and the binaries must not.
             "enable_fp_fusion": True,
         }
-        self._launchers: dict[tuple[bool, ...], tuple[Any, tuple]] = {}
+        self._binaries: dict[tuple[bool, ...], _Binary] = {}
 
     def __call__(self, addresses: Mapping[str, int], tensor: Callable[[str], torch.Tensor], stream: int | None = None) -> None:
         """Launches on `stream`, of the current device.
@@ -191,24 +202,40 @@ class Step:
           addresses: of the arrays by their names.
           tensor: gives the tensor of a name.
         """
-        inputs: list[Any] = [addresses[name] for name in self._inputs]
-        outputs = [addresses[name] for name in self._outputs]
-        aligned = tuple([address % 16 == 0 for address in inputs + outputs])
-        known = self._launchers.get(aligned)
-        if known is not None:
-            launch, constants = known
-            for i, name, make in self._descriptors:
-                inputs[i] = make(tensor(name))
-            launch(*inputs, *self._scalars, *outputs, *constants, stream=stream)
+        given = [addresses[name] for name in self._names]
+        aligned = tuple([address % 16 == 0 for address in given])
+        known = self._binaries.get(aligned)
+        if known is None:
+            self._compile(aligned, tensor)
             return
+        launch, constants, fast, _ = known
+        if fast is not None and stream is not None and not direct.hooked() and fast(given, stream):
+            return
+        inputs: list[Any] = given[: len(self._inputs)]
+        for i, name, make in self._descriptors:
+            inputs[i] = make(tensor(name))
+        launch(*inputs, *self._scalars, *given[len(self._inputs) :], *constants, stream=stream)
+
+    def _compile(self, aligned: tuple[bool, ...], tensor: Callable[[str], torch.Tensor]) -> None:
+        """Launches in Triton's way, and keeps the binary that it has for these arguments."""
         tensors: list[Any] = [tensor(name) for name in self._inputs]
         for i, name, make in self._descriptors:
             tensors[i] = make(tensor(name))
         arguments = (*tensors, *self._scalars, *[tensor(name) for name in self._outputs])
         binary = self._kernel[self._grid](*arguments, **self._constants, **self._options)
-        if binary is not None:  # as the interpreter's is
-            names = self._kernel.arg_names[len(arguments) :]
-            self._launchers[aligned] = binary[self._grid], tuple([self._constants[name] for name in names])
+        if binary is None:  # as the interpreter's is
+            return
+        launch = binary[self._grid]
+        constants = tuple([self._constants[name] for name in self._kernel.arg_names[len(arguments) :]])
+        kinds: list[Any] = [None] * len(self._inputs)
+        for i, _, make in self._descriptors:
+            kinds[i] = make
+        kinds += [*self._scalars, *[None] * len(self._outputs)]
+        try:
+            known = _Binary(launch, constants, direct.DirectLaunch(binary, self._grid, kinds))
+        except Exception as error:  # Triton's own launcher serves every binary, and says what is wrong with one
+            known = _Binary(launch, constants, None, f"{type(error).__name__}: {error}")
+        self._binaries[aligned] = known
 
 
 class Program:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -24,13 +25,15 @@ from .tensors import dtype_name
 # Triton decides when a kernel is defined, so the kernel itself is what knows.
 INTERPRETED = not isinstance(attend_kernel, triton.JITFunction)
 
-# Every tensor made here comes from this function: a test that replaces it sees, or poisons, all of them.
-allocate = torch.empty
-
 FLOAT32_MAX = torch.finfo(torch.float32).max
 SCALES_KEPT = 256
 SCALES_PINNED = 256
 SCRATCH_ALIGNMENT = 64  # elements, 256 bytes
+
+
+def allocate(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An uninitialised tensor; all made here are: a test that replaces this function sees, or poisons, all of them."""
+    return torch.empty(*shape, dtype=dtype, device=device)  # which PyTorch reads in less time than a tuple
 
 
 @functools.cache
@@ -71,12 +74,12 @@ class Scales:
         key = (device, stream, value)
         with self._lock:
             found = self._pinned.get(key)
-            if found is None and key in self._kept:
+            if found is None and (kept := self._kept.get(key)) is not None:
                 self._kept.move_to_end(key)
                 if not capturing:
-                    found = self._kept[key]
+                    found = kept
                 elif len(self._pinned) < self._max_pinned:
-                    found = self._pinned[key] = self._kept[key]
+                    found = self._pinned[key] = kept
         if found is None:
             found = torch.full((1,), value, dtype=torch.float32, device=device)
             if not capturing:
@@ -119,18 +122,21 @@ def check_scale(value: Any, device: torch.device) -> float | torch.Tensor:
     return number
 
 
-def scale_tensor(value: float | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The fp32 element that the kernels read, from what `check_scale` returned; a CUDA `device` must be the current one."""
+def scale_tensor(value: float | torch.Tensor, device: torch.device, stream: int | None) -> torch.Tensor:
+    """The fp32 element that the kernels read, from what `check_scale` returned; `stream` is the current one of `device`."""
     if isinstance(value, torch.Tensor):
         return value if value.dtype == torch.float32 else value.to(torch.float32)
-    if device.type != "cuda":
-        return scales.get(value, device)
-    return scales.get(value, device, current_stream(device), torch.cuda.is_current_stream_capturing())
+    return scales.get(value, device, stream, stream is not None and torch.cuda.is_current_stream_capturing())
+
+
+@functools.cache
+def _is_cuda(device: torch.device) -> bool:
+    return device.type == "cuda"  # for which PyTorch makes a string each time
 
 
 def current_stream(device: torch.device) -> int | None:
     """The handle of the current stream of a CUDA device, which must be the current one; None for another device."""
-    if device.type != "cuda":
+    if not _is_cuda(device):
         return None
     # PyTorch's own way makes an object of it, which takes ten times as long.
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -174,7 +180,18 @@ class Step:
     addresses in place of tensors.
     """
 
-    __slots__ = ("_binaries", "_constants", "_descriptors", "_grid", "_inputs", "_kernel", "_names", "_options", "_outputs", "_scalars")
+    __slots__ = (
+        "_addresses",
+        "_binaries",
+        "_constants",
+        "_descriptors",
+        "_grid",
+        "_inputs",
+        "_kernel",
+        "_options",
+        "_outputs",
+        "_scalars",
+    )
 
     def __init__(self, launch: Launch):
         self._kernel = launch.kernel
@@ -185,7 +202,7 @@ class Step:
         ]
         self._scalars = launch.scalars
         self._outputs = launch.outputs
-        self._names = (*self._inputs, *self._outputs)
+        self._addresses = operator.itemgetter(*self._inputs, *self._outputs)  # of two at least, so a tuple
         self._constants = launch.constexprs
         self._options = {
             "num_warps": launch.num_warps,
@@ -202,7 +219,7 @@ class Step:
           addresses: of the arrays by their names.
           tensor: gives the tensor of a name.
         """
-        given = [addresses[name] for name in self._names]
+        given = self._addresses(addresses)
         aligned = tuple([address % 16 == 0 for address in given])
         known = self._binaries.get(aligned)
         if known is None:
@@ -211,7 +228,7 @@ class Step:
         launch, constants, fast, _ = known
         if fast is not None and stream is not None and not direct.hooked() and fast(given, stream):
             return
-        inputs: list[Any] = given[: len(self._inputs)]
+        inputs: list[Any] = list(given[: len(self._inputs)])
         for i, name, make in self._descriptors:
             inputs[i] = make(tensor(name))
         launch(*inputs, *self._scalars, *given[len(self._inputs) :], *constants, stream=stream)
@@ -238,6 +255,16 @@ class Step:
         self._binaries[aligned] = known
 
 
+# The arguments of `decode` that launches have other names for.
+ARRAYS = {
+    "table": "block_table",
+    "lengths": "cache_seqlens",
+    "extra_table": "extra_indices",
+    "extra_lengths": "extra_topk_length",
+}
+SPARSE_ARRAYS = {"table": "indices", "lengths": "topk_length"}
+
+
 class Program:
     """A plan made ready to be executed many times, by any number of threads.
 
@@ -260,50 +287,60 @@ class Program:
                     raise ValueError(f"{name}: scratch has elements of 4 bytes, got {buffer.dtype}")
                 self.scratch[name] = self.scratch_size, buffer
                 self.scratch_size += -(-math.prod(buffer.shape) // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
+        self._scratch_bytes = [(name, 4 * offset) for name, (offset, _) in self.scratch.items()]
         out = plan.buffers["out"]
         self._out_shape = out.shape
         self._out_dtype = getattr(torch, out.dtype)
         # The interpreter cannot round to 16 bits as a GPU does, so its plan computes `out` in fp32 and PyTorch rounds it.
         self._rounded_to = None if out.dtype == problem.dtype else getattr(torch, problem.dtype)
-        self._steps = [Step(launch) for launch in plan.launches if launch.grid[0] > 0]
+        launches = [launch for launch in plan.launches if launch.grid[0] > 0]
+        self._steps = [Step(launch) for launch in launches]
+        names = ARRAYS | SPARSE_ARRAYS if problem.sparse else ARRAYS
+        given = {name for launch in launches for name in launch.input_arrays} - plan.buffers.keys() - {"softmax_scale"}
+        self._arguments = [(name, names.get(name, name)) for name in sorted(given)]
         self._lock = INTERPRETER_LOCK if plan.facts.interpreted else nullcontext()
 
-    def run(self, arrays: Mapping[str, torch.Tensor], out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, tensors: Mapping[str, Any], scale: float | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Launches everything on the current stream of the current device; waits for nothing.
 
         Args:
-          arrays: the call's tensors by the names that `Launch` lists.
-          out: written in place of a new tensor, with the strides that the plan's problem states.
+          tensors: the call's, by argument.  `out`, unless None, is written in place of a new tensor; it has the strides that
+            the plan's problem states.
+          scale: of the softmax, as `check_scale` returns it.
 
         Returns:
           out [b, s_q, h_q, d_v] in the dtype of q, and lse fp32 [b, h_q, s_q].
         """
-        device = arrays["q"].device
-        tensors = dict(arrays)
-        tensors["lse"] = allocate(self._lse_shape, dtype=torch.float32, device=device)
+        device = tensors["q"].device
+        out = tensors["out"]
+        stream = current_stream(device)
+        softmax_scale = scale_tensor(scale, device, stream)
+        lse = allocate(self._lse_shape, dtype=torch.float32, device=device)
         if out is None or self._rounded_to is not None:
-            tensors["out"] = allocate(self._out_shape, dtype=self._out_dtype, device=device)
+            result = allocate(self._out_shape, dtype=self._out_dtype, device=device)
         else:
-            tensors["out"] = out
-        addresses = {name: x.data_ptr() for name, x in tensors.items() if x is not None}
+            result = out
+        addresses = {name: tensors[argument].data_ptr() for name, argument in self._arguments}
+        addresses["softmax_scale"] = softmax_scale.data_ptr()
+        addresses["out"] = result.data_ptr()
+        addresses["lse"] = lse.data_ptr()
         if self.scratch_size:
             scratch = allocate((self.scratch_size,), dtype=torch.float32, device=device)
             start = scratch.data_ptr()
-            for name, (offset, _) in self.scratch.items():
-                addresses[name] = start + 4 * offset
+            for name, offset in self._scratch_bytes:
+                addresses[name] = start + offset
 
         def tensor(name: str) -> torch.Tensor:
             if name not in self.scratch:
-                return tensors[name]
+                made = {"softmax_scale": softmax_scale, "out": result, "lse": lse}
+                return made[name] if name in made else tensors[dict(self._arguments)[name]]
             offset, buffer = self.scratch[name]
             part = scratch[offset : offset + math.prod(buffer.shape)].view(buffer.shape)
             return part.view(getattr(torch, buffer.dtype))
 
-        stream = current_stream(device)
         with self._lock:
             for step in self._steps:
                 step(addresses, tensor, stream)
-        result = tensors["out"]
         if self._rounded_to is not None:
             result = result.to(self._rounded_to) if out is None else out.copy_(result)
-        return result, tensors["lse"]
+        return result, lse

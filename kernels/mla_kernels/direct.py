@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import triton
 from triton import knobs
+
+SWITCH = "MLA_DECODE_DIRECT"  # an environment variable: "0" when this is imported leaves all launches to Triton
+TURNED_OFF = os.environ.get(SWITCH) == "0"
 
 MAPS_KEPT = 256  # per descriptor: a cache has one address, and so has each layer's; q has those that an allocator reuses
 MAP_BYTES = 128  # of a CUtensorMap
@@ -68,9 +72,11 @@ def load_driver() -> Any:
     """
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
-        return cuda if cuda.cuLaunchKernelEx and cuda.cuFuncGetParamInfo else None
+        for name in ("cuLaunchKernelEx", "cuFuncGetParamInfo", "cuGetErrorName"):
+            getattr(cuda, name)
     except (OSError, AttributeError) as error:
-        raise Refused(f"the CUDA driver lacks what is needed: {error}") from None
+        raise Refused(f"no CUDA driver, or not one of CUDA 12.4 or later: {error}") from None
+    return cuda
 
 
 def hooked() -> bool:
@@ -106,6 +112,8 @@ def _version() -> tuple[int, int]:
 def check(binary: Any, grid: Sequence[int]) -> None:
     """Raises `Refused` for what Triton's launcher does more of than is done here."""
     metadata = binary.metadata
+    if TURNED_OFF:
+        raise Refused(f"turned off by {SWITCH}=0")
     if _version() not in VERSIONS:
         raise Refused(f"Triton {triton.__version__} is not known")
     if metadata.target.backend != "cuda":
@@ -184,7 +192,10 @@ class DirectLaunch:
         self._grid = tuple(grid)
         self._function = ctypes.c_void_p(binary.function)
         self._parameters = layout(binary, arguments)
-        found, wanted = [struct.calcsize(kind) for kind, _ in self._parameters], _sizes_of_parameters(self._cuda, self._function)
+        found, wanted = (
+            [struct.calcsize(kind) for kind, _ in self._parameters],
+            _sizes_of_parameters(self._cuda, self._function),
+        )
         if found != wanted:
             raise Refused(f"parameters of {found} bytes, the binary has {wanted}")
 
@@ -204,7 +215,7 @@ class DirectLaunch:
         self._memory = [self._new_memory()]
 
     def _new_memory(self) -> tuple[ctypes.Array, _Config, Any, ctypes.Array]:
-        """Where a launch is described: maps, addresses and integers; the configuration and a reference to it; the parameters."""
+        """What describes a launch: maps, addresses and integers; the configuration and a reference to it; the parameters."""
         start_of_addresses = MAP_BYTES * len(self._maps)
         start_of_values = start_of_addresses + 8 * self._num_addresses
         size = start_of_values + 8 * len(self._parameters)
@@ -262,4 +273,6 @@ class DirectLaunch:
             return False
         name = ctypes.c_char_p()
         self._cuda.cuGetErrorName(code, ctypes.byref(name))
-        raise RuntimeError(f"{self._binary.name}: the CUDA driver returned {(name.value or b'?').decode()} ({code}) for its launch")
+        raise RuntimeError(
+            f"{self._binary.name}: the CUDA driver returned {(name.value or b'?').decode()} ({code}) for its launch"
+        )

@@ -192,12 +192,10 @@ class DirectLaunch:
         self._grid = tuple(grid)
         self._function = ctypes.c_void_p(binary.function)
         self._parameters = layout(binary, arguments)
-        found, wanted = (
-            [struct.calcsize(kind) for kind, _ in self._parameters],
-            _sizes_of_parameters(self._cuda, self._function),
-        )
-        if found != wanted:
-            raise Refused(f"parameters of {found} bytes, the binary has {wanted}")
+        sizes = [struct.calcsize(kind) for kind, _ in self._parameters]
+        wanted = _sizes_of_parameters(self._cuda, self._function)
+        if sizes != wanted:
+            raise Refused(f"parameters of {sizes} bytes, the binary has {wanted}")
 
         descriptors = [argument for argument in arguments if not isinstance(argument, int)]
         metas = iter(getattr(binary.metadata, "tensordesc_meta", None) or ())

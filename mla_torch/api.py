@@ -182,24 +182,12 @@ def _run_reference(prepared: _Prepared, tensors: dict[str, Any], scale: float | 
     return (result if out is None else out.copy_(result)), lse
 
 
-def _run_program(program: launcher.Program, tensors: dict[str, Any], scale: float | torch.Tensor, sparse: bool) -> Results:
-    arrays = {
-        "q": tensors["q"],
-        "kv_cache": tensors["kv_cache"],
-        "table": tensors["indices" if sparse else "block_table"],
-        "lengths": tensors["topk_length" if sparse else "cache_seqlens"],
-        "extra_kv_cache": tensors["extra_kv_cache"],
-        "extra_table": tensors["extra_indices"],
-        "extra_lengths": tensors["extra_topk_length"],
-        "attn_sink": tensors["attn_sink"],
-    }
-    device = arrays["q"].device
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            arrays["softmax_scale"] = launcher.scale_tensor(scale, device)
-            return program.run(arrays, tensors["out"])
-    arrays["softmax_scale"] = launcher.scale_tensor(scale, device)
-    return program.run(arrays, tensors["out"])
+def _run_program(program: launcher.Program, tensors: dict[str, Any], scale: float | torch.Tensor) -> Results:
+    q = tensors["q"]
+    if q.is_cuda and q.device.index != torch.cuda.current_device():
+        with torch.cuda.device(q.device):
+            return program.run(tensors, scale)
+    return program.run(tensors, scale)
 
 
 def decode(
@@ -291,7 +279,7 @@ def _decode(tensors: dict[str, Any], options: Any, implementation: Any, softmax_
         return out, launcher.allocate(problem.lse_shape, dtype=torch.float32, device=q.device)
     if prepared.program is None:
         return _run_reference(prepared, tensors, scale)
-    return _run_program(prepared.program, tensors, scale, problem.sparse)
+    return _run_program(prepared.program, tensors, scale)
 
 
 def explain(

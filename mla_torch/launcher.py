@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from mla_kernels import direct
 from mla_kernels.attend import attend_kernel
 from mla_kernels.device import INTERPRETER, DeviceFacts
 from mla_kernels.launch import INTERPRETER_LOCK, Buffer, Launch, Plan, TileDescriptor
@@ -23,13 +25,15 @@ from .tensors import dtype_name
 # Triton decides when a kernel is defined, so the kernel itself is what knows.
 INTERPRETED = not isinstance(attend_kernel, triton.JITFunction)
 
-# Every tensor made here comes from this function: a test that replaces it sees, or poisons, all of them.
-allocate = torch.empty
-
 FLOAT32_MAX = torch.finfo(torch.float32).max
 SCALES_KEPT = 256
 SCALES_PINNED = 256
 SCRATCH_ALIGNMENT = 64  # elements, 256 bytes
+
+
+def allocate(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An uninitialised tensor; all made here are: a test that replaces this function sees, or poisons, all of them."""
+    return torch.empty(*shape, dtype=dtype, device=device)  # which PyTorch reads in less time than a tuple
 
 
 @functools.cache
@@ -70,12 +74,12 @@ class Scales:
         key = (device, stream, value)
         with self._lock:
             found = self._pinned.get(key)
-            if found is None and key in self._kept:
+            if found is None and (kept := self._kept.get(key)) is not None:
                 self._kept.move_to_end(key)
                 if not capturing:
-                    found = self._kept[key]
+                    found = kept
                 elif len(self._pinned) < self._max_pinned:
-                    found = self._pinned[key] = self._kept[key]
+                    found = self._pinned[key] = kept
         if found is None:
             found = torch.full((1,), value, dtype=torch.float32, device=device)
             if not capturing:
@@ -118,18 +122,21 @@ def check_scale(value: Any, device: torch.device) -> float | torch.Tensor:
     return number
 
 
-def scale_tensor(value: float | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The fp32 element that the kernels read, from what `check_scale` returned; a CUDA `device` must be the current one."""
+def scale_tensor(value: float | torch.Tensor, device: torch.device, stream: int | None) -> torch.Tensor:
+    """The fp32 element that the kernels read, from what `check_scale` returned; `stream` is the current one of `device`."""
     if isinstance(value, torch.Tensor):
         return value if value.dtype == torch.float32 else value.to(torch.float32)
-    if device.type != "cuda":
-        return scales.get(value, device)
-    return scales.get(value, device, current_stream(device), torch.cuda.is_current_stream_capturing())
+    return scales.get(value, device, stream, stream is not None and torch.cuda.is_current_stream_capturing())
+
+
+@functools.cache
+def _is_cuda(device: torch.device) -> bool:
+    return device.type == "cuda"  # for which PyTorch makes a string each time
 
 
 def current_stream(device: torch.device) -> int | None:
     """The handle of the current stream of a CUDA device, which must be the current one; None for another device."""
-    if device.type != "cuda":
+    if not _is_cuda(device):
         return None
     # PyTorch's own way makes an object of it, which takes ten times as long.
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -156,6 +163,15 @@ def _descriptor_maker(tile: TileDescriptor) -> Callable[[torch.Tensor], Any]:
     return make
 
 
+class _Binary(NamedTuple):
+    """What launches a binary: Triton, which takes the constants too, and what takes less time, or why that is refused."""
+
+    launch: Callable[..., None]
+    constants: tuple
+    direct: direct.DirectLaunch | None
+    refused: str = ""
+
+
 class Step:
     """One launch, with all that does not change between calls worked out.
 
@@ -164,7 +180,18 @@ class Step:
     addresses in place of tensors.
     """
 
-    __slots__ = ("_constants", "_descriptors", "_grid", "_inputs", "_kernel", "_launchers", "_options", "_outputs", "_scalars")
+    __slots__ = (
+        "_addresses",
+        "_binaries",
+        "_constants",
+        "_descriptors",
+        "_grid",
+        "_inputs",
+        "_kernel",
+        "_options",
+        "_outputs",
+        "_scalars",
+    )
 
     def __init__(self, launch: Launch):
         self._kernel = launch.kernel
@@ -175,6 +202,7 @@ class Step:
         ]
         self._scalars = launch.scalars
         self._outputs = launch.outputs
+        self._addresses = operator.itemgetter(*self._inputs, *self._outputs)  # of two at least, so a tuple
         self._constants = launch.constexprs
         self._options = {
             "num_warps": launch.num_warps,
@@ -184,7 +212,7 @@ class Step:
         }
         if launch.overlaps:
             self._options["launch_pdl"] = True
-        self._launchers: dict[tuple[bool, ...], tuple[Any, tuple]] = {}
+        self._binaries: dict[tuple[bool, ...], _Binary] = {}
 
     def __call__(self, addresses: Mapping[str, int], tensor: Callable[[str], torch.Tensor], stream: int | None = None) -> None:
         """Launches on `stream`, of the current device.
@@ -193,24 +221,50 @@ class Step:
           addresses: of the arrays by their names.
           tensor: gives the tensor of a name.
         """
-        inputs: list[Any] = [addresses[name] for name in self._inputs]
-        outputs = [addresses[name] for name in self._outputs]
-        aligned = tuple([address % 16 == 0 for address in inputs + outputs])
-        known = self._launchers.get(aligned)
-        if known is not None:
-            launch, constants = known
-            for i, name, make in self._descriptors:
-                inputs[i] = make(tensor(name))
-            launch(*inputs, *self._scalars, *outputs, *constants, stream=stream)
+        given = self._addresses(addresses)
+        aligned = tuple([address % 16 == 0 for address in given])
+        known = self._binaries.get(aligned)
+        if known is None:
+            self._compile(aligned, tensor)
             return
+        launch, constants, fast, _ = known
+        if fast is not None and stream is not None and not direct.hooked() and fast(given, stream):
+            return
+        inputs: list[Any] = list(given[: len(self._inputs)])
+        for i, name, make in self._descriptors:
+            inputs[i] = make(tensor(name))
+        launch(*inputs, *self._scalars, *given[len(self._inputs) :], *constants, stream=stream)
+
+    def _compile(self, aligned: tuple[bool, ...], tensor: Callable[[str], torch.Tensor]) -> None:
+        """Launches in Triton's way, and keeps the binary that it has for these arguments."""
         tensors: list[Any] = [tensor(name) for name in self._inputs]
         for i, name, make in self._descriptors:
             tensors[i] = make(tensor(name))
         arguments = (*tensors, *self._scalars, *[tensor(name) for name in self._outputs])
         binary = self._kernel[self._grid](*arguments, **self._constants, **self._options)
-        if binary is not None:  # as the interpreter's is
-            names = self._kernel.arg_names[len(arguments) :]
-            self._launchers[aligned] = binary[self._grid], tuple([self._constants[name] for name in names])
+        if binary is None:  # as the interpreter's is
+            return
+        launch = binary[self._grid]
+        constants = tuple([self._constants[name] for name in self._kernel.arg_names[len(arguments) :]])
+        kinds: list[Any] = [None] * len(self._inputs)
+        for i, _, make in self._descriptors:
+            kinds[i] = make
+        kinds += [*self._scalars, *[None] * len(self._outputs)]
+        try:
+            known = _Binary(launch, constants, direct.DirectLaunch(binary, self._grid, kinds))
+        except Exception as error:  # Triton's own launcher serves every binary, and says what is wrong with one
+            known = _Binary(launch, constants, None, f"{type(error).__name__}: {error}")
+        self._binaries[aligned] = known
+
+
+# The arguments of `decode` that launches have other names for.
+ARRAYS = {
+    "table": "block_table",
+    "lengths": "cache_seqlens",
+    "extra_table": "extra_indices",
+    "extra_lengths": "extra_topk_length",
+}
+SPARSE_ARRAYS = {"table": "indices", "lengths": "topk_length"}
 
 
 class Program:
@@ -234,50 +288,60 @@ class Program:
                 self.scratch[name] = self.scratch_size, buffer
                 elements = -(-math.prod(buffer.shape) * getattr(torch, buffer.dtype).itemsize // 4)
                 self.scratch_size += -(-elements // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
+        self._scratch_bytes = [(name, 4 * offset) for name, (offset, _) in self.scratch.items()]
         out = plan.buffers["out"]
         self._out_shape = out.shape
         self._out_dtype = getattr(torch, out.dtype)
         # The interpreter cannot round to 16 bits as a GPU does, so its plan computes `out` in fp32 and PyTorch rounds it.
         self._rounded_to = None if out.dtype == problem.dtype else getattr(torch, problem.dtype)
-        self._steps = [Step(launch) for launch in plan.launches if launch.grid[0] > 0]
+        launches = [launch for launch in plan.launches if launch.grid[0] > 0]
+        self._steps = [Step(launch) for launch in launches]
+        names = ARRAYS | SPARSE_ARRAYS if problem.sparse else ARRAYS
+        given = {name for launch in launches for name in launch.input_arrays} - plan.buffers.keys() - {"softmax_scale"}
+        self._arguments = [(name, names.get(name, name)) for name in sorted(given)]
         self._lock = INTERPRETER_LOCK if plan.facts.interpreted else nullcontext()
 
-    def run(self, arrays: Mapping[str, torch.Tensor], out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, tensors: Mapping[str, Any], scale: float | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Launches everything on the current stream of the current device; waits for nothing.
 
         Args:
-          arrays: the call's tensors by the names that `Launch` lists.
-          out: written in place of a new tensor, with the strides that the plan's problem states.
+          tensors: the call's, by argument.  `out`, unless None, is written in place of a new tensor; it has the strides that
+            the plan's problem states.
+          scale: of the softmax, as `check_scale` returns it.
 
         Returns:
           out [b, s_q, h_q, d_v] in the dtype of q, and lse fp32 [b, h_q, s_q].
         """
-        device = arrays["q"].device
-        tensors = dict(arrays)
-        tensors["lse"] = allocate(self._lse_shape, dtype=torch.float32, device=device)
+        device = tensors["q"].device
+        out = tensors["out"]
+        stream = current_stream(device)
+        softmax_scale = scale_tensor(scale, device, stream)
+        lse = allocate(self._lse_shape, dtype=torch.float32, device=device)
         if out is None or self._rounded_to is not None:
-            tensors["out"] = allocate(self._out_shape, dtype=self._out_dtype, device=device)
+            result = allocate(self._out_shape, dtype=self._out_dtype, device=device)
         else:
-            tensors["out"] = out
-        addresses = {name: x.data_ptr() for name, x in tensors.items() if x is not None}
+            result = out
+        addresses = {name: tensors[argument].data_ptr() for name, argument in self._arguments}
+        addresses["softmax_scale"] = softmax_scale.data_ptr()
+        addresses["out"] = result.data_ptr()
+        addresses["lse"] = lse.data_ptr()
         if self.scratch_size:
             scratch = allocate((self.scratch_size,), dtype=torch.float32, device=device)
             start = scratch.data_ptr()
-            for name, (offset, _) in self.scratch.items():
-                addresses[name] = start + 4 * offset
+            for name, offset in self._scratch_bytes:
+                addresses[name] = start + offset
 
         def tensor(name: str) -> torch.Tensor:
             if name not in self.scratch:
-                return tensors[name]
+                made = {"softmax_scale": softmax_scale, "out": result, "lse": lse}
+                return made[name] if name in made else tensors[dict(self._arguments)[name]]
             offset, buffer = self.scratch[name]
             part = scratch[offset:].view(getattr(torch, buffer.dtype))
             return part[: math.prod(buffer.shape)].view(buffer.shape)
 
-        stream = current_stream(device)
         with self._lock:
             for step in self._steps:
                 step(addresses, tensor, stream)
-        result = tensors["out"]
         if self._rounded_to is not None:
             result = result.to(self._rounded_to) if out is None else out.copy_(result)
-        return result, tensors["lse"]
+        return result, lse

@@ -29,7 +29,7 @@ def full_spec(spec: Spec) -> TensorSpec:
 
 def is_aligned(tensor: torch.Tensor) -> bool:
     """Whether the first byte lies at a multiple of 16; what has no address is taken to."""
-    if tensor.is_meta or isinstance(tensor, FakeTensor):
+    if tensor.is_meta or (type(tensor) is not torch.Tensor and isinstance(tensor, FakeTensor)):
         return True
     return tensor.data_ptr() % ALIGNMENT == 0
 

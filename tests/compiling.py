@@ -6,11 +6,14 @@ import contextlib
 import io
 import os
 import re
+import struct
 import subprocess
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import triton
@@ -20,6 +23,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 import mla_kernels.plan
+from mla_kernels import direct
 from mla_kernels.cache_plan import CachePlan
 from mla_kernels.device import KNOWN_DEVICES, DeviceFacts
 from mla_kernels.formats import get_format
@@ -221,6 +225,7 @@ class Compiled:
       shared_memory: bytes of a block.
       spill_stores, spill_loads: bytes.
       log: all that ptxas said.
+      binary: as Triton has it, not loaded.
     """
 
     ptx: str
@@ -232,14 +237,22 @@ class Compiled:
     spill_stores: int
     spill_loads: int
     log: str
+    binary: Any
+
+    @property
+    def parameter_bytes(self) -> list[int]:
+        """Of each parameter, as the PTX lists them."""
+        (listed,) = re.findall(r"\.entry [^(]*\(([^)]*)\)", self.ptx)
+        kinds = re.findall(r"\.param(?: \.align \d+)? \.[bsu](\d+) [^,\n[]*(?:\[(\d+)\])?", listed)
+        return [int(bits) // 8 * int(count or 1) for bits, count in kinds]
 
 
-def compile_launch(plan: Plan | CachePlan, launch: Launch) -> Compiled:
-    """Compiles through ptxas, with the tool and the flags that Triton chooses for the device."""
+def compile_launch(plan: Plan | CachePlan, launch: Launch, **more: Any) -> Compiled:
+    """Compiles through ptxas, with the tool and the flags that Triton chooses for the device, and `more` of its options."""
     signature, attributes = _signature(plan, launch)
     make_source = GluonASTSource if isinstance(launch.kernel, GluonJITFunction) else ASTSource
     source = make_source(launch.kernel, signature, dict(launch.constexprs), attributes)
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": True}
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": True, **more}
     log = io.StringIO()
     # A result from the cache would come without the log.
     with knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(log):
@@ -262,7 +275,24 @@ def compile_launch(plan: Plan | CachePlan, launch: Launch) -> Compiled:
         spill_stores=int(spills[0][0]),
         spill_loads=int(spills[0][1]),
         log=log.getvalue(),
+        binary=compiled,
     )
+
+
+def direct_arguments(launch: Launch) -> list[Any]:
+    """The arguments of a launch, up to its constants, as `DirectLaunch` takes them."""
+
+    def describe(tile: TileDescriptor) -> Callable[[Any], Any]:
+        layout = {"shape": list(tile.shape), "strides": [tile.row_stride, 1], "padding": "zero", "round_f32_to_tf32": False}
+        return lambda base: SimpleNamespace(base=base, **layout)
+
+    inputs = [describe(item) if isinstance(item, TileDescriptor) else None for item in launch.inputs]
+    return [*inputs, *launch.scalars, *[None for _ in launch.outputs]]
+
+
+def direct_bytes(launch: Launch, binary: Any) -> list[int]:
+    """Of each parameter, as `mla_kernels.direct` gives them to the driver."""
+    return [struct.calcsize(kind) for kind, _ in direct.layout(binary, direct_arguments(launch))]
 
 
 @cache

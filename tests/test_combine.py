@@ -39,9 +39,7 @@ class Merge:
 
     def compacted(self) -> Merge:
         """The same with outputs as fp16 holds them."""
-        pieces = {
-            item: [(dequantised(*quantised(out)), lse) for out, lse in of_item] for item, of_item in self.pieces.items()
-        }
+        pieces = {item: [(dequantised(*quantised(out)), lse) for out, lse in of_item] for item, of_item in self.pieces.items()}
         return replace(self, pieces=pieces)
 
     def expected(self) -> tuple[np.ndarray, np.ndarray]:

@@ -18,6 +18,7 @@ from tests.compiling import (
     covering_configs,
     covering_configs_of,
     cuobjdump,
+    direct_bytes,
     instructions,
     loops,
 )
@@ -58,6 +59,7 @@ def check(case: Compilation) -> Compiled:
     assert result.num_warps > case.launch.num_warps if specialised else result.num_warps == case.launch.num_warps
     assert result.threads == 32 * result.num_warps
     assert result.registers * result.threads <= REGISTERS
+    assert direct_bytes(case.launch, result.binary) == result.parameter_bytes
     # Of additions to pairs of 16-bit integers ptxas 13.4 made some that lost the sum on an H200 (VIADD.16x2, of a constant
     # to one half).
     assert not re.search(r"\.[su]16x2", result.ptx)

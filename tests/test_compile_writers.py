@@ -13,7 +13,7 @@ from mla_kernels.cache_problem import make_append, make_copy_pages, make_read
 from mla_kernels.device import KNOWN_DEVICES
 from mla_kernels.formats import get_format
 from mla_kernels.problem import TensorSpec
-from tests.compiling import Compiled, compile_launch, cuobjdump, instructions
+from tests.compiling import Compiled, compile_launch, cuobjdump, direct_bytes, instructions
 
 pytestmark = pytest.mark.compile
 
@@ -84,6 +84,7 @@ def compiled(config: Config, device: str) -> Compiled:
     assert result.threads == 32 * launch.num_warps
     assert result.registers <= 128
     assert result.shared_memory <= 16_384
+    assert direct_bytes(launch, result.binary) == result.parameter_bytes
     assert not re.search(r"\.[su]16x2", result.ptx)
     return result
 

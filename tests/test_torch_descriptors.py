@@ -46,8 +46,8 @@ def step_with_descriptor(row_stride=576):
     return launcher.Step(launch), kernel
 
 
-def run(step, tensors):
-    step({name: tensor.data_ptr() for name, tensor in tensors.items()}, tensors.__getitem__)
+def run(step, tensors, stream=None):
+    step({name: tensor.data_ptr() for name, tensor in tensors.items()}, tensors.__getitem__, stream)
 
 
 def tensors_of_rows(seed, dtype=torch.bfloat16):
@@ -118,6 +118,63 @@ def test_threads_do_not_share_descriptors():
     assert len(kernel.launched) == 400
     for _, (descriptor, q, *_) in kernel.launched:
         assert descriptor.base.data_ptr() == q
+
+
+class Direct:
+    """In place of `DirectLaunch`: notes what it is made of and launches."""
+
+    def __init__(self, launches=True):
+        self.launches, self.made, self.launched = launches, [], []
+
+    def __call__(self, binary, grid, arguments):
+        self.made.append((binary, grid, arguments))
+        return self.launch
+
+    def launch(self, addresses, stream):
+        self.launched.append((list(addresses), stream))
+        return self.launches
+
+
+def test_a_binary_is_launched_without_triton(monkeypatch):
+    fast = Direct()
+    monkeypatch.setattr(launcher.direct, "DirectLaunch", fast)
+    step, kernel = step_with_descriptor()
+    calls = [tensors_of_rows(seed) for seed in range(3)]
+    for stream, tensors in enumerate(calls):
+        run(step, tensors, stream)
+    assert len(kernel.compiled) == 1 and kernel.launched == []
+    ((binary, grid, arguments),) = fast.made
+    assert isinstance(binary, Binary) and grid == (3, 1, 1)
+    describe, *others = arguments
+    assert others == [None, 7, None]
+    assert_describes(describe(calls[0]["q"]), calls[0]["q"])
+    for stream, tensors in enumerate(calls[1:], 1):
+        q, out = tensors["q"].data_ptr(), tensors["out"].data_ptr()
+        assert fast.launched[stream - 1] == ([q, q, out], stream)
+
+
+@pytest.mark.parametrize("why", ["hooks", "no-context", "no-stream"])
+def test_triton_launches_what_it_alone_can(why, monkeypatch):
+    fast = Direct(launches=why != "no-context")
+    monkeypatch.setattr(launcher.direct, "DirectLaunch", fast)
+    step, kernel = step_with_descriptor()
+    stream = None if why == "no-stream" else 0
+    run(step, tensors_of_rows(0), stream)
+    with monkeypatch.context() as patch:
+        if why == "hooks":
+            patch.setattr(launcher.direct.knobs.runtime, "launch_enter_hook", print)
+        run(step, tensors_of_rows(1), stream)
+    assert len(kernel.launched) == 1
+    assert len(fast.launched) == (why == "no-context")
+
+
+def test_triton_launches_what_is_refused():
+    step, kernel = step_with_descriptor()
+    for seed in range(3):
+        run(step, tensors_of_rows(seed), 0)
+    ((found,),) = (step._binaries.values(),)
+    assert found.direct is None and "metadata" in found.refused
+    assert len(kernel.launched) == 2
 
 
 def test_a_descriptor_that_triton_would_refuse_is_no_launch():

@@ -262,5 +262,7 @@ class Work:
             "items": self.geometry.items,
             "programs": self.programs,
             "num_splits": self.num_splits or self.even or "made on the device",
-            "scratch_bytes": self.slots * self.all_rows * (2 * self.problem.d_v + 16 if self.compact else 4 * self.problem.d_v + 4),
+            "scratch_bytes": self.slots
+            * self.all_rows
+            * (2 * self.problem.d_v + 16 if self.compact else 4 * self.problem.d_v + 4),
         }

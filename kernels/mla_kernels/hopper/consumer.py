@@ -197,10 +197,9 @@ def consumer(
         mbarrier.arrive(total_full[OWN])
         mbarrier.wait(total_full[OTHER], item_parity)
         l = l + buffers.total.index(OTHER).load(ROWS_OF_S)
-        mbarrier.arrive(q_empty)
         gdc_launch_dependents()  # the kernel that merges may be made ready
         write(
-            work, item, acc, gl.convert_layout(l, ROWS_OF_O), gl.convert_layout(m, ROWS_OF_O), out_ptr, lse_ptr,
-            partial_out_ptr, partial_lse_ptr, sink_ptr, S_Q, H_Q, ROWS, SPARSE, HAS_SINK,
-            OUT_STRIDE_B, OUT_STRIDE_S, OUT_STRIDE_H, OWN,
+            work, item, acc, gl.convert_layout(l, ROWS_OF_O), gl.convert_layout(m, ROWS_OF_O),
+            buffers.q.index(OWN), q_empty, out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, sink_ptr,
+            S_Q, H_Q, ROWS, SPARSE, HAS_SINK, OUT_STRIDE_B, OUT_STRIDE_S, OUT_STRIDE_H, OWN,
         )  # fmt: skip

@@ -307,6 +307,15 @@ def _fill_block(
 
 
 @gluon.jit
+def _with(index, other):
+    """`index`, in a way that waits for `other` as well: the compiler would load the one only when the other is there."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 larger; max.s32 larger, $1, $2; min.s32 $0, $1, larger; }", "=r,r,r", [index, other], dtype=gl.int32,
+        is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def gather(
     work, buffers, barriers, q_desc, cache, extra, indices_ptr, extra_indices_ptr, stride_b, stride_s, extra_stride_b,
     extra_stride_s, ROWS: gl.constexpr, HAS_ROPE: gl.constexpr, E8M0: gl.constexpr, ROPE_WORD: gl.constexpr,
@@ -328,10 +337,9 @@ def gather(
             lo, hi, extra_lo, extra_hi, cache, extra, work.HAS_EXTRA,
         )  # fmt: skip
         pairs = keys.pairs()
-        # Before the rows, behind which they would be waited for.
         first_index, index = keys.load_indices(0, 0, SHARE_INDEX), keys.load_indices(0, 1, SHARE_INDEX)
         third_index = keys.load_indices(1 if BY_HALVES else 0, 0, SHARE_INDEX)
-        slot = keys.slots(0, first_index)
+        slot = keys.slots(0, _with(first_index, index))
         rows, scales = keys.places(0, slot)
         block = (
             _load_half(rows, slot, 0, E8M0, ROPE_WORD), _load_half(rows, slot, 1, E8M0, ROPE_WORD),

@@ -2,12 +2,17 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ..softmax import LN2, row_coordinates, sink_factor
 from . import sizes
 from .parts import HALF, TILE
 
-# As the result of a product lies in registers, but that the columns of a thread are neighbours: nothing is exchanged.
+# As rows are stored: a warp has one at a time, whole lines of it.  As a product leaves them, a warp would have parts of eight.
+BY_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
+
+
+# As a product leaves them, but that the columns of a thread are neighbours: nothing is exchanged.
 PIECE_LAYOUT = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [0, 128], [8, 0]],
@@ -20,62 +25,84 @@ PIECE_LAYOUT = gl.constexpr(
 
 
 @gluon.jit
-def _write_piece(
-    part, row_ok, acc, factor, lse, partial_out_ptr, partial_lse_ptr, slot, tile, ROWS: gl.constexpr, HALF_INDEX: gl.constexpr
-):  # fmt: skip
-    """Writes half of the columns of a piece, `acc` times `factor`: fp16, which times a power of two for each row give it.
+def _fp16_scale(acc, factor):
+    """Powers of two, one a row: `acc` times `factor`, divided by them, is what fp16 holds best; and their inverses.
 
-    The columns that a thread has lie side by side, so that it stores eight at once.
+    They follow the largest finite value of a row; fp16 has its full precision for 27 powers of two below that.
     """
-    # The largest exponent of a row, of finite values; fp16 has the precision for 27 powers of two below it.
-    bits = acc.to(gl.int32, bitcast=True) & 0x7FFFFFFF
-    largest = gl.max(gl.where(bits < 0x7F800000, bits, 0), 1).to(gl.float32, bitcast=True) * factor
+    finite = gl.fma(acc, gl.zeros_like(acc), acc)  # or NaN, which a maximum leaves out
+    largest = gl.max(gl.abs(finite), 1) * factor
     exponent = gl.minimum(gl.maximum(largest.to(gl.int32, bitcast=True) & 0x7F800000, 14 << 23), 253 << 23)
     scale = (exponent - (13 << 23)).to(gl.float32, bitcast=True)
     inverse = ((253 << 23) - exponent + (14 << 23)).to(gl.float32, bitcast=True)
-    value = (acc * gl.expand_dims(factor * inverse, 1)).to(gl.float16)
-    value = value.reshape([TILE, HALF // 32, 4, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([TILE, HALF])
-    value = gl.convert_layout(value, PIECE_LAYOUT)
-    row = tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, PIECE_LAYOUT))
-    line = (slot.to(gl.int64) * ROWS + row) * (2 * HALF) + HALF_INDEX * HALF
-    place = gl.arange(0, HALF, layout=gl.SliceLayout(0, PIECE_LAYOUT))
-    gl.store(partial_out_ptr + gl.expand_dims(line, 1) + gl.expand_dims(place, 0), value, mask=gl.expand_dims(row < ROWS, 1))
-    of_half = partial_lse_ptr + (part * 2 + HALF_INDEX) * 2
-    gl.store(of_half, lse, mask=row_ok)
-    gl.store(of_half + 1, scale, mask=row_ok)
+    return scale, inverse
+
+
+@gluon.jit
+def _starts_of_rows(
+    item, row, S_Q: gl.constexpr, H_Q: gl.constexpr, SPARSE: gl.constexpr,
+    OUT_STRIDE_B: gl.constexpr, OUT_STRIDE_S: gl.constexpr, OUT_STRIDE_H: gl.constexpr,
+):  # fmt: skip
+    """Where the packed rows of an item begin in `out`, in elements."""
+    if SPARSE or S_Q == 1 or OUT_STRIDE_S == H_Q * OUT_STRIDE_H:  # at equal distances
+        request, query, _ = row_coordinates(item, 0, S_Q, H_Q, SPARSE)
+        start = request.to(gl.int64) * OUT_STRIDE_B + query * OUT_STRIDE_S + row.to(gl.int64) * OUT_STRIDE_H
+    else:
+        request, query, head = row_coordinates(item, row, S_Q, H_Q, SPARSE)
+        start = request.to(gl.int64) * OUT_STRIDE_B + query.to(gl.int64) * OUT_STRIDE_S + head.to(gl.int64) * OUT_STRIDE_H
+    return start
 
 
 @gluon.jit
 def write(
-    work, item, acc, l, m, out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, sink_ptr,
+    work, item, acc, l, m, staging, q_empty, out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, sink_ptr,
     S_Q: gl.constexpr, H_Q: gl.constexpr, ROWS: gl.constexpr, SPARSE: gl.constexpr, HAS_SINK: gl.constexpr,
     OUT_STRIDE_B: gl.constexpr, OUT_STRIDE_S: gl.constexpr, OUT_STRIDE_H: gl.constexpr, HALF_INDEX: gl.constexpr,
 ):  # fmt: skip
-    """Writes one half of the columns of an item, and with half 0 its log-sum-exp."""
-    OUT_LAYOUT: gl.constexpr = acc.type.layout
-    row = work.tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, OUT_LAYOUT))
+    """Writes one half of the columns of an item, and its log-sum-exp.
+
+    Rows pass through `staging`, half of the queries, which nobody reads any more; then `q_empty` is told.
+    A piece is fp16, with the log-sum-exp of each row and half, and what its values are to be multiplied by.  Its columns lie
+    in an order in which each thread can store eight that it has, which is faster where a call is short.
+    """
+    ROWS_OF_O: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    # Plus zero, which the compiler does not know: it would work out the places of all rows before the loop over the items, and
+    # keep them in registers it does not have.
+    first_row = work.tile * TILE + (item >> 31)
+    row = first_row + gl.arange(0, TILE, layout=ROWS_OF_O)
     row_ok = row < ROWS
-    mask = gl.expand_dims(row_ok, 1)
-    col = gl.expand_dims(HALF_INDEX * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, OUT_LAYOUT)), 0)
     empty = l == 0.0
     l = gl.where(empty, 1.0, l)
     lse = (m + gl.log2(l)) * LN2
     factor = 1.0 / l
     slot = work.slot(item)
     if slot >= 0:
-        part = slot.to(gl.int64) * ROWS + row
-        _write_piece(
-            part, row_ok, acc, factor, gl.where(empty, float("-inf"), lse), partial_out_ptr, partial_lse_ptr, slot, work.tile,
-            ROWS, HALF_INDEX,
-        )  # fmt: skip
+        mbarrier.arrive(q_empty)
+        scale, inverse = _fp16_scale(acc, factor)
+        of_half = partial_lse_ptr + ((slot.to(gl.int64) * ROWS + row) * 2 + HALF_INDEX) * 2
+        gl.store(of_half, gl.where(empty, float("-inf"), lse), mask=row_ok)
+        gl.store(of_half + 1, scale, mask=row_ok)
+        piece = (acc * gl.expand_dims(factor * inverse, 1)).to(gl.float16)
+        piece = piece.reshape([TILE, HALF // 32, 4, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([TILE, HALF])
+        piece_row = first_row + gl.arange(0, TILE, layout=gl.SliceLayout(1, PIECE_LAYOUT))
+        place = HALF_INDEX * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, PIECE_LAYOUT))
+        places = gl.expand_dims((slot.to(gl.int64) * ROWS + piece_row) * (2 * HALF), 1) + gl.expand_dims(place, 0)
+        gl.store(partial_out_ptr + places, gl.convert_layout(piece, PIECE_LAYOUT), mask=gl.expand_dims(piece_row < ROWS, 1))
     else:
         request, query, head = row_coordinates(item, row, S_Q, H_Q, SPARSE)
         if HAS_SINK:
             sink = gl.load(sink_ptr + head, mask=row_ok, other=0.0)
             factor = factor * gl.where(empty, 0.0, sink_factor(lse, sink))
-        out_row = request.to(gl.int64) * OUT_STRIDE_B + query.to(gl.int64) * OUT_STRIDE_S + head.to(gl.int64) * OUT_STRIDE_H
-        value = (acc * gl.expand_dims(factor, 1)).to(out_ptr.dtype.element_ty)
-        gl.store(out_ptr + gl.expand_dims(out_row, 1) + col, value, mask=mask)
         if HALF_INDEX == 0:
             lse_row = (request.to(gl.int64) * H_Q + head) * S_Q + query
             gl.store(lse_ptr + lse_row, gl.where(empty, float("inf"), lse), mask=row_ok)
+        staging.store((acc * gl.expand_dims(factor, 1)).to(staging.dtype))
+        value = staging.load(BY_ROWS)
+        fence_async_shared()  # the next queries are fetched by TMA
+        mbarrier.arrive(q_empty)
+        out_row = first_row + gl.arange(0, TILE, layout=gl.SliceLayout(1, BY_ROWS))
+        col = HALF_INDEX * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, BY_ROWS))
+        start = _starts_of_rows(item, out_row, S_Q, H_Q, SPARSE, OUT_STRIDE_B, OUT_STRIDE_S, OUT_STRIDE_H)
+        gl.store(
+            out_ptr + gl.expand_dims(start, 1) + gl.expand_dims(col, 0), value, mask=gl.expand_dims(out_row < ROWS, 1)
+        )

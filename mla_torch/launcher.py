@@ -190,6 +190,7 @@ class Step:
         "_kernel",
         "_options",
         "_outputs",
+        "_overlaps",
         "_scalars",
     )
 
@@ -204,14 +205,13 @@ class Step:
         self._outputs = launch.outputs
         self._addresses = operator.itemgetter(*self._inputs, *self._outputs)  # of two at least, so a tuple
         self._constants = launch.constexprs
+        self._overlaps = launch.overlaps
         self._options = {
             "num_warps": launch.num_warps,
             "num_stages": launch.num_stages,
             # Stated because jax-triton and Triton could differ in their defaults, and the binaries must not.
             "enable_fp_fusion": True,
         }
-        if launch.overlaps:
-            self._options["launch_pdl"] = True
         self._binaries: dict[tuple[bool, ...], _Binary] = {}
 
     def __call__(self, addresses: Mapping[str, int], tensor: Callable[[str], torch.Tensor], stream: int | None = None) -> None:
@@ -251,7 +251,7 @@ class Step:
             kinds[i] = make
         kinds += [*self._scalars, *[None] * len(self._outputs)]
         try:
-            known = _Binary(launch, constants, direct.DirectLaunch(binary, self._grid, kinds))
+            known = _Binary(launch, constants, direct.DirectLaunch(binary, self._grid, kinds, self._overlaps))
         except Exception as error:  # Triton's own launcher serves every binary, and says what is wrong with one
             known = _Binary(launch, constants, None, f"{type(error).__name__}: {error}")
         self._binaries[aligned] = known

@@ -76,16 +76,16 @@ def words(*integers):
 
 
 @pytest.mark.usefixtures("_maps")
-@pytest.mark.parametrize("pdl", [False, True])
-def test_the_driver_gets_all_of_a_launch(pdl):
+@pytest.mark.parametrize(("pdl", "overlaps"), [(False, False), (True, False), (False, True)])
+def test_the_driver_gets_all_of_a_launch(pdl, overlaps):
     cuda = FakeCuda()
-    launch = direct.DirectLaunch(binary(launch_pdl=pdl), (3, 2, 1), ARGUMENTS, cuda)
+    launch = direct.DirectLaunch(binary(launch_pdl=pdl), (3, 2, 1), ARGUMENTS, overlaps, cuda)
     for stream in (0, 0x7F00_0000_0010):
         assert launch([0x7F00_0000_0100 + stream, 0x7F00_0000_0200, 0x7F00_0000_0300], stream)
     for stream, launched in zip((0, 0x7F00_0000_0010), cuda.launches, strict=True):
         grid, block, shared, given_stream, attributes, function, parameters = launched
         assert (grid, block, shared, given_stream or 0) == ((3, 2, 1), (12 * 32, 1, 1), 1024, stream)
-        assert attributes == [(6, 1)] * pdl
+        assert attributes == [(6, 1)] * (pdl or overlaps)
         assert function == 0x7FFF_1234_5678
         expected = words(
             (8, 4), (576, 4), (576, 8), (1, 8), (0x7F00_0000_0200, 8), (7, 4), (0x7F00_0000_0300, 8), (0, 8), (0, 8)
@@ -96,14 +96,14 @@ def test_the_driver_gets_all_of_a_launch(pdl):
 @pytest.mark.usefixtures("_maps")
 def test_an_integer_that_the_kernel_is_specialised_on_is_no_parameter():
     cuda = FakeCuda([*SIZES[:6], *SIZES[7:]])
-    assert direct.DirectLaunch(binary(SIGNATURE | {"n": "constexpr"}), (1, 1, 1), ARGUMENTS, cuda)([16, 32, 48], 0)
+    assert direct.DirectLaunch(binary(SIGNATURE | {"n": "constexpr"}), (1, 1, 1), ARGUMENTS, cuda=cuda)([16, 32, 48], 0)
 
 
 @pytest.mark.usefixtures("_maps")
 def test_threads_share_no_memory_of_a_launch():
     barrier = threading.Barrier(4)
     cuda = FakeCuda(during=lambda: barrier.wait(timeout=30))
-    launch = direct.DirectLaunch(binary(), (1, 1, 1), ARGUMENTS, cuda)
+    launch = direct.DirectLaunch(binary(), (1, 1, 1), ARGUMENTS, cuda=cuda)
 
     def work(thread):
         for i in range(100):
@@ -141,7 +141,7 @@ def test_threads_share_no_memory_of_a_launch():
 @pytest.mark.usefixtures("_maps")
 def test_what_is_left_to_triton(changes, grid, reason):
     with pytest.raises(direct.Refused, match=reason):
-        direct.DirectLaunch(binary(**changes), grid, ARGUMENTS, FakeCuda())
+        direct.DirectLaunch(binary(**changes), grid, ARGUMENTS, cuda=FakeCuda())
 
 
 def test_other_versions_and_no_driver_are_left_to_triton(monkeypatch):

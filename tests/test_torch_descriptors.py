@@ -126,7 +126,8 @@ class Direct:
     def __init__(self, launches=True):
         self.launches, self.made, self.launched = launches, [], []
 
-    def __call__(self, binary, grid, arguments):
+    def __call__(self, binary, grid, arguments, overlaps):
+        assert not overlaps
         self.made.append((binary, grid, arguments))
         return self.launch
 

@@ -33,17 +33,19 @@ def _merge(
     COMPACT: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """The tasks of one program, each of them `BLOCK_D` columns of a row."""
+    """The tasks of one program, each of them `BLOCK_D` columns of some lines of an item: rows, or with `COMPACT` halves of rows."""
     ALL_ROWS: tl.constexpr = KV_HEADS * ROWS
-    COLUMN_BLOCKS: tl.constexpr = (D_V + BLOCK_D - 1) // BLOCK_D
-    BLOCK_PARTS: tl.constexpr = (4096 if COMPACT else 2048) // BLOCK_D if BLOCK_D < 512 else 4
-    for task in range(tl.program_id(0), count * (ALL_ROWS * COLUMN_BLOCKS), tl.num_programs(0)):
-        entry = task // (ALL_ROWS * COLUMN_BLOCKS)
-        packed_row = (task // COLUMN_BLOCKS) % ALL_ROWS
-        place = (task % COLUMN_BLOCKS) * BLOCK_D + tl.arange(0, BLOCK_D)
-        col = place
-        if COMPACT:  # the order in which a tensor core's result lies in registers
-            col = tl.max_contiguous(tl.multiple_of((place & ~30) | ((place & 6) << 2) | ((place & 24) >> 2), 2), 2)
+    LINE: tl.constexpr = D_V // 2 if COMPACT else D_V
+    LINES: tl.constexpr = ALL_ROWS * 2 if COMPACT else ALL_ROWS
+    COLUMN_BLOCKS: tl.constexpr = (LINE + BLOCK_D - 1) // BLOCK_D
+    # Pieces at once: with `COMPACT` as many as a plan counts on, otherwise what a thread can hold.
+    PARTS: tl.constexpr = 4 * (256 // BLOCK_D) * (256 // BLOCK_D) if COMPACT else 2048 // BLOCK_D if BLOCK_D < 512 else 4
+    BLOCK_LINES: tl.constexpr = 4 if COMPACT and PARTS == 4 else 1
+    TASKS: tl.constexpr = (LINES + BLOCK_LINES - 1) // BLOCK_LINES * COLUMN_BLOCKS
+    for task in range(tl.program_id(0), count * TASKS, tl.num_programs(0)):
+        entry = task // TASKS
+        line = task % TASKS // COLUMN_BLOCKS * BLOCK_LINES + tl.arange(0, BLOCK_LINES)
+        col = (task % COLUMN_BLOCKS) * BLOCK_D + tl.arange(0, BLOCK_D)
         item = entry
         first_slot = entry * num_splits
         pieces = num_splits
@@ -53,46 +55,53 @@ def _merge(
             first_slot = tl.load(split + 1)
             pieces = tl.load(split + 2)
         # In one pass, so that nothing is waited for twice.
-        piece = tl.arange(0, BLOCK_PARTS)
-        top = float("-inf")
-        total = 0.0
-        acc = tl.zeros([BLOCK_D], tl.float32)
-        for start in range(0, pieces, BLOCK_PARTS):
-            part = (first_slot + start + piece).to(tl.int64) * ALL_ROWS + packed_row
-            mask = start + piece < pieces
+        piece = tl.arange(0, PARTS)
+        line_ok = line < LINES
+        inside = line_ok[:, None] & (col < LINE)[None, :]
+        top = tl.full([BLOCK_LINES], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_LINES], tl.float32)
+        acc = tl.zeros([BLOCK_LINES, BLOCK_D], tl.float32)
+        for start in range(0, pieces, PARTS):
+            part = (first_slot + start + piece).to(tl.int64)[:, None] * LINES + line[None, :]
+            mask = (start + piece < pieces)[:, None] & line_ok[None, :]
+            scale = 1.0
             if COMPACT:
-                of_half = partial_lse_ptr + (part * 2 + (task % COLUMN_BLOCKS) * BLOCK_D // (D_V // 2)) * 2
-                lse = tl.load(of_half, mask=mask, other=float("-inf"))
-                scale = tl.load(of_half + 1, mask=mask, other=0.0)
+                lse = tl.load(partial_lse_ptr + part * 2, mask=mask, other=float("-inf"))
+                scale = tl.load(partial_lse_ptr + part * 2 + 1, mask=mask, other=0.0)
             else:
                 lse = tl.load(partial_lse_ptr + part, mask=mask, other=float("-inf"))
             value = tl.load(
-                partial_out_ptr + part[:, None] * D_V + place[None, :], mask=mask[:, None] & (place < D_V)[None, :], other=0.0
-            ).to(tl.float32)
+                partial_out_ptr + part[:, :, None] * LINE + col[None, None, :],
+                mask=mask[:, :, None] & inside[None, :, :], other=0.0,
+            ).to(tl.float32)  # fmt: skip
             if not COMPACT:  # what a portable kernel leaves where there was no key may be NaN
-                value = tl.where((lse != float("-inf"))[:, None], value, 0.0)
+                value = tl.where((lse != float("-inf"))[:, :, None], value, 0.0)
             top_new = tl.maximum(top, tl.max(lse, 0))
             base = tl.where(top_new == float("-inf"), 0.0, top_new)
-            weight = tl.exp2((lse - base) * LOG2E)
+            weight = tl.exp2((lse - base[None, :]) * LOG2E)
             alpha = tl.exp2((top - base) * LOG2E)
             total = total * alpha + tl.sum(weight, 0)
-            if COMPACT:
-                weight = weight * scale
-            acc = acc * alpha + tl.sum(value * weight[:, None], 0)
+            acc = acc * alpha[:, None] + tl.sum(value * (weight * scale)[:, :, None], 0)
             top = top_new
 
         empty = total == 0.0
         total = tl.where(empty, 1.0, total)  # an empty row has acc == 0
-        acc = acc / total
+        acc = acc / total[:, None]
         lse = top + tl.log2(total) * LN2
+        packed_row = line // 2 if COMPACT else line
         request, query, head = row_coordinates(item, packed_row % ROWS, S_Q, GROUP, SPARSE)
         head = packed_row // ROWS * GROUP + head
         request = request.to(tl.int64)
         if HAS_SINK:
-            acc = acc * tl.where(empty, 0.0, sink_factor(lse, tl.load(sink_ptr + head)))
+            sink = tl.load(sink_ptr + head, mask=line_ok, other=0.0)
+            acc = acc * tl.where(empty, 0.0, sink_factor(lse, sink))[:, None]
         out_row = request * OUT_STRIDE_B + query.to(tl.int64) * OUT_STRIDE_S + head.to(tl.int64) * OUT_STRIDE_H
-        tl.store(out_ptr + out_row + col, acc.to(out_ptr.dtype.element_ty), mask=col < D_V)
-        tl.store(lse_ptr + (request * H_Q + head) * S_Q + query, tl.where(empty, float("inf"), lse))
+        out_col = col[None, :]
+        if COMPACT:  # the order in which a tensor core's result lies in registers
+            column = (col & ~30) | ((col & 6) << 2) | ((col & 24) >> 2)
+            out_col = (line % 2 * LINE)[:, None] + tl.max_contiguous(tl.multiple_of(column, 2), 2)[None, :]
+        tl.store(out_ptr + out_row[:, None] + out_col, acc.to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(lse_ptr + (request * H_Q + head) * S_Q + query, tl.where(empty, float("inf"), lse), mask=line_ok)
 
 
 @triton.jit(do_not_specialize=["splits_offset", "items", "num_splits", "columns"])

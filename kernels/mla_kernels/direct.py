@@ -178,16 +178,18 @@ class DirectLaunch:
       grid: of the launch, three sizes.
       arguments: of the kernel, up to its constants: an integer; None for an array; or, for an array's descriptor, a function
         that makes it from what has the array's `data_ptr`.
+      overlaps: it may begin before what is launched before it has ended, for which the kernel itself waits.
       cuda: the driver, if it is not to be the one of this machine.
 
     Raises:
       Refused: the binary is not launched here.
     """
 
-    def __init__(self, binary: Any, grid: Sequence[int], arguments: Sequence[Any], cuda: Any = None):
+    def __init__(self, binary: Any, grid: Sequence[int], arguments: Sequence[Any], overlaps: bool = False, cuda: Any = None):
         check(binary, grid)
         self._cuda = load_driver() if cuda is None else cuda
         self._launch = self._cuda.cuLaunchKernelEx
+        self._overlaps = overlaps or binary.metadata.launch_pdl
         self._binary = binary  # Triton unloads a binary that nobody holds
         self._grid = tuple(grid)
         self._function = ctypes.c_void_p(binary.function)
@@ -238,7 +240,7 @@ class DirectLaunch:
             block=(metadata.target.warp_size * metadata.num_warps, 1, 1),
             shared_memory=metadata.shared,
         )
-        if metadata.launch_pdl:
+        if self._overlaps:
             config.attributes = ctypes.pointer(_Attribute(id=PROGRAMMATIC_STREAM_SERIALIZATION, value=(1,)))
             config.num_attributes = 1
         return memory, config, ctypes.byref(config), (ctypes.c_void_p * len(offsets))(*offsets)

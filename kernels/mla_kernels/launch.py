@@ -63,8 +63,8 @@ class Launch:
     both `inputs` and `outputs` is updated in place, and the kernel gets its pointer twice.  A `TileDescriptor` only reads:
     its array is no output of the same launch.
 
-    With `overlaps`, a front end may have the launch begin before the one before it has ended (CUDA's programmatic dependent
-    launch): the kernel itself waits for that end before it touches memory.
+    With `overlaps`, a front end that can should have the launch begin before the one before it has ended (CUDA's programmatic
+    dependent launch): the kernel itself waits for that end before it touches memory.
     """
 
     kernel: Any  # triton.JITFunction or GluonJITFunction, or the interpreted twin of the former

@@ -225,15 +225,21 @@ class Work:
         if not self.slots:
             return ()
         items = self.geometry.items
-        # A task is little more than loads that wait for one another: rows are cut only as far as it takes to have tasks for
-        # all multiprocessors, and the fewer columns a task has, the more pieces it loads at once.
-        # The order of sums follows from both, so that a caller's number of splits keeps the batch out of them.
         entries = min(items, self.slots)
         rows = self.all_rows * (1 if self.problem.num_splits is not None else entries)
-        block_d = widest = self.geometry.block_c // (2 if self.compact else 1)
-        while block_d > NARROWEST and rows * cdiv(self.problem.d_v, block_d) < 4 * facts.multiprocessors:
-            block_d //= 2
-        tasks = entries * self.all_rows * cdiv(self.problem.d_v, block_d)
+        widest = self.geometry.block_c // (2 if self.compact else 1)
+        block_d = widest
+        # The order of sums follows from the columns of a task, so that a caller's number of splits keeps the batch out of them.
+        if self.compact:  # as many pieces as there may be at once: 4, 16 or 64
+            pieces = self.num_splits or self.even or cdiv(self.programs, items)
+            block_d = 256 if pieces <= 4 else 128 if pieces <= 16 else 64
+        else:
+            # A task is little more than loads that wait for one another: rows are cut only as far as it takes to have tasks
+            # for all multiprocessors, and the fewer columns a task has, the more pieces it loads at once.
+            while block_d > NARROWEST and rows * cdiv(self.problem.d_v, block_d) < 4 * facts.multiprocessors:
+                block_d //= 2
+        columns = entries * self.all_rows * cdiv(self.problem.d_v, block_d)
+        num_warps = 1 if self.compact else 4
         overlaps = facts.capability >= (9, 0) and not facts.interpreted
         constants = self.output_constants()
         del constants["FIXED_SPLITS"]
@@ -249,20 +255,19 @@ class Work:
                 "NARROWER": max(widest // NARROWEST, 1).bit_length() - 1,
                 "OVERLAPS": overlaps,
             },
-            grid=(min(tasks, 16 * facts.multiprocessors), 1, 1),
-            num_warps=1 if self.compact else 4,
+            grid=(min(columns, (32 if self.compact else 16) * facts.multiprocessors), 1, 1),
+            num_warps=num_warps,
             num_stages=1,
-            overlaps=overlaps,
+            overlaps=overlaps and items <= self.programs,  # where a call is short
         )
         return (launch,)
 
     def details(self) -> dict[str, Any]:
         """For `explain`."""
+        row_bytes = 2 * self.problem.d_v + 16 if self.compact else 4 * self.problem.d_v + 4
         return {
             "items": self.geometry.items,
             "programs": self.programs,
             "num_splits": self.num_splits or self.even or "made on the device",
-            "scratch_bytes": self.slots
-            * self.all_rows
-            * (2 * self.problem.d_v + 16 if self.compact else 4 * self.problem.d_v + 4),
+            "scratch_bytes": self.slots * self.all_rows * row_bytes,
         }

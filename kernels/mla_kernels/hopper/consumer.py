@@ -197,7 +197,8 @@ def consumer(
         mbarrier.arrive(total_full[OWN])
         mbarrier.wait(total_full[OTHER], item_parity)
         l = l + buffers.total.index(OTHER).load(ROWS_OF_S)
-        gdc_launch_dependents()  # the kernel that merges may be made ready
+        if item == work.last_item:
+            gdc_launch_dependents()  # the kernel that merges may be made ready
         write(
             work, item, acc, gl.convert_layout(l, ROWS_OF_O), gl.convert_layout(m, ROWS_OF_O),
             buffers.q.index(OWN), q_empty, out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, sink_ptr,

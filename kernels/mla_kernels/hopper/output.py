@@ -103,6 +103,4 @@ def write(
         out_row = first_row + gl.arange(0, TILE, layout=gl.SliceLayout(1, BY_ROWS))
         col = HALF_INDEX * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, BY_ROWS))
         start = _starts_of_rows(item, out_row, S_Q, H_Q, SPARSE, OUT_STRIDE_B, OUT_STRIDE_S, OUT_STRIDE_H)
-        gl.store(
-            out_ptr + gl.expand_dims(start, 1) + gl.expand_dims(col, 0), value, mask=gl.expand_dims(out_row < ROWS, 1)
-        )
+        gl.store(out_ptr + gl.expand_dims(start, 1) + gl.expand_dims(col, 0), value, mask=gl.expand_dims(out_row < ROWS, 1))

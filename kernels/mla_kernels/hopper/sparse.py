@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 from ..softmax import LOG2E
 from . import sizes
 from .consumer import consumer
-from .gather import Cache, gather
+from .gather import Cache, gather, prefetch_indices
 from .parts import new_barriers, new_buffers
 from .schedule import new_work, uniform
 
@@ -88,6 +88,9 @@ def sparse_kernel(
     work = new_work(
         program, tile, items, programs, num_splits, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens, schedule_ptr,
         S_Q, HAS_LENGTH, HAS_EXTRA, HAS_EXTRA_LENGTH, FIXED_SPLITS, UNIT, FIXED_COST, SPLIT_COST,
+    )  # fmt: skip
+    prefetch_indices(
+        work, table_ptr, extra_table_ptr, table_stride_b, table_stride_s, extra_table_stride_b, extra_table_stride_s
     )  # fmt: skip
     cache = Cache(
         cache_ptr.to(gl.pointer_type(gl.int32), bitcast=True), last_slot,

@@ -33,7 +33,7 @@ def _merge(
     COMPACT: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """The tasks of one program, each of them `BLOCK_D` columns of some lines of an item: rows, or with `COMPACT` halves of rows."""
+    """The tasks of one program, each of them `BLOCK_D` columns of some lines of an item: rows, or with `COMPACT` halves."""
     ALL_ROWS: tl.constexpr = KV_HEADS * ROWS
     LINE: tl.constexpr = D_V // 2 if COMPACT else D_V
     LINES: tl.constexpr = ALL_ROWS * 2 if COMPACT else ALL_ROWS

@@ -359,7 +359,6 @@ def gather(
         )  # fmt: skip
         pairs = keys.pairs()
         first_index, index = keys.load_indices(0, 0, SHARE_INDEX), keys.load_indices(0, 1, SHARE_INDEX)
-        third_index = keys.load_indices(1 if BY_HALVES else 0, 0, SHARE_INDEX)
         slot = keys.slots(0, _with(first_index, index))
         rows, scales = keys.places(0, slot)
         block = (
@@ -369,7 +368,7 @@ def gather(
         if BY_HALVES:
             slots = slot, keys.slots(0, index)
             _prefetch(keys, 0, slots[1], E8M0)
-            index = third_index
+            index = keys.load_indices(1, 0, SHARE_INDEX)
         else:
             slots = (slot,)  # type: ignore[assignment]
         if SHARE_INDEX == 0:

@@ -6,6 +6,7 @@ import importlib.util
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -59,6 +60,40 @@ def test_the_judge_and_the_reference_agree():
         expected = judge(call)
         gpu_tools.assert_close(out, lse, expected, dtype="float64")
         assert_right(mla_torch.decode(**call, implementation="reference"), expected, spec)
+
+
+@pytest.mark.parametrize("power", [100, -90])
+@pytest.mark.parametrize("num_splits", [None, 5])
+@by_implementation([DENSE, replace(DENSE, batch=1, h_q=128, length=9000)])
+def test_values_of_any_size_are_merged(spec, implementation, num_splits, power):
+    """Keys larger by a power of two, queries smaller by as much: the scores are the same, the pieces differ in size."""
+    call = torch_call(spec) | {"num_splits": num_splits}
+    skip_where_refused(call, implementation)
+    call["kv_cache"] = call["kv_cache"] * 2.0**power
+    call["kv_cache"][..., spec.d_v // 2 : spec.d_v] *= 2.0**-16  # the halves of a row have scales of their own
+    call["q"] = call["q"] * 2.0**-power
+    call["q"][..., spec.d_v // 2 : spec.d_v] *= 2.0**16
+    result = mla_torch.decode(**call, implementation=implementation)
+    assert_right(result, judge(call, spec), spec)
+
+
+@pytest.mark.parametrize("num_splits", [None, 5])
+@by_implementation([replace(DENSE, batch=1, h_q=128, length=9000)])
+def test_an_infinite_value_spoils_its_own_column_alone(spec, implementation, num_splits):
+    """A key that scores -inf has no weight, and no weight times -inf is NaN."""
+    call = torch_call(spec) | {"num_splits": num_splits}
+    skip_where_refused(call, implementation)
+    column = 300
+    call["q"][..., column] = 1
+    call["kv_cache"][call["block_table"][0, 3].item(), 5, 0, column] = -torch.inf
+    reference = {name: value for name, value in call.items() if name != "num_splits"}
+    expected, expected_lse = mla_torch.decode_reference(**reference, dtype=torch.float64)
+    out, lse = mla_torch.decode(**call, implementation=implementation)
+    others = torch.arange(spec.d_v, device=out.device) != column
+    assert out[..., column].isnan().all() and expected[..., column].isnan().all()
+    difference = (out.double() - expected)[..., others].abs().max()
+    assert difference <= 2.0**-7 * expected[..., others].abs().max()
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=1e-2)
 
 
 @pytest.mark.parametrize("num_splits", [3, 8])

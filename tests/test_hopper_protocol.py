@@ -23,7 +23,8 @@ SOURCE = {
     "_fetch_keys": "wait empty[TILE_INDEX], expect barrier",
     "_fill_block": "wait empty[FIRST], arrive full[FIRST], wait empty[SECOND], wait_copies 0, arrive full[SECOND]",
     "consumer": "wait q_full, wait full[3 * OWN], wait full[1 + OWN], wait p_full[0], arrive p_full[OWN], arrive empty[1], "
-    "arrive empty[3 * OWN], wait p_full[1], arrive empty[2], arrive total_full[OWN], wait total_full[OTHER], arrive q_empty",
+    "arrive empty[3 * OWN], wait p_full[1], arrive empty[2], arrive total_full[OWN], wait total_full[OTHER]",
+    "write": "arrive q_empty, arrive q_empty",  # of a piece at once, otherwise once its rows have been staged
 }
 KERNELS = {False: "dense", True: "sparse"}
 ROPE = {False: "no-rope", True: "rope"}
@@ -243,6 +244,9 @@ class Model:
             self.total_full[own].arrive()
             yield "total", self.total_full[other], item & 1
             yield from self.read((self.total[other], item))
+            if item % 3:  # whole: the rows of its half of the columns lie over half of the queries
+                yield from self.write(self.q[own], ("rows", item))
+                yield from self.read((self.q[own], ("rows", item)))
             self.q_empty.arrive()
 
 

@@ -78,10 +78,13 @@ class Case:
 
 @dataclass(frozen=True)
 class SparseCase:
-    """A sparse call of `spec` with these `topk_length`, and `extra_topk_length` where the spec has an extra scope."""
+    """A sparse call of `spec` with these `topk_length`, and `extra_topk_length` where the spec has an extra scope.
+
+    Without any, every query has as many keys, which then needs no schedule.
+    """
 
     spec: ArgSpec
-    lengths: tuple[int, ...]
+    lengths: tuple[int, ...] = ()
     extra_lengths: tuple[int, ...] = ()
 
     @property
@@ -91,8 +94,9 @@ class SparseCase:
 
     def call(self) -> dict[str, Any]:
         call = gpu_tools.torch_call(self.spec)
-        lengths = torch.tensor(self.lengths, dtype=torch.int32, device=gpu_tools.DEVICE)
-        call |= {"topk_length": lengths, "num_splits": self.spec.num_splits}
+        call["num_splits"] = self.spec.num_splits
+        if self.lengths:
+            call["topk_length"] = torch.tensor(self.lengths, dtype=torch.int32, device=gpu_tools.DEVICE)
         if self.extra_lengths:
             call["extra_topk_length"] = torch.tensor(self.extra_lengths, dtype=torch.int32, device=gpu_tools.DEVICE)
         return call
@@ -104,6 +108,10 @@ def sparse(*lengths: int, extra: tuple[int, ...] = (), topk: int = 700, **spec: 
     keys = 4096 if len(lengths) < 10 else 400  # they are made by numpy
     given = ArgSpec(batch=len(lengths), length=keys, topk=topk, topk_length=True, extra=scope, **spec)
     return SparseCase(given, lengths, extra)
+
+
+def even(batch: int, **spec: Any) -> SparseCase:
+    return SparseCase(ArgSpec(batch=batch, length=400 if batch > 9 else 4096, **spec))
 
 
 def of(*lengths: int, columns: int | None = None, **spec: Any) -> Case:
@@ -190,6 +198,14 @@ BATCHES |= {
         sparse(100, 0, 64, extra=(0, 0, 300), num_splits=9, s_q=2, page_size=256, **MODEL1),
         sparse(300, 700, extra=(10, 300), index_kind="out_of_range", format="v32_fp8", h_q=128),
         sparse(300, 700, extra=(10, 300), index_kind="empty_rows", s_q=4, **MODEL1),
+    ],
+    # In pieces, whole, more than one to a program, and, with one query more than programs, by a schedule.
+    "sparse without lengths": [
+        *(even(batch, topk=400, **V32) for batch in (1, 2, 3, 16, 64, 66, 67, 132, 264)),
+        *(even(batch, topk=2048, **V32) for batch in (1, 5)),
+        *(even(batch, topk=128, extra=(64, 300, False), **MODEL1) for batch in (1, 2, 67, 133)),
+        even(3, topk=100, index_kind="empty_rows", s_q=3, **MODEL1),
+        even(2, topk=1, format="v32_fp8", h_q=16),
     ],
 }  # fmt: skip
 GRAPHS = {"graphs": [of(*[3000] * 6, **words) for words in (WIDE, FEW_HEADS, CAUSAL | {"page_size": 32})]}

@@ -302,6 +302,20 @@ def test_case_20_sinks_beside_logits_above_88():
     assert np.isfinite(out.astype(np.float32)).all()
 
 
+@pytest.mark.parametrize(("length", "num_splits"), [(1, None), (1, 2), (17, 2)])
+def test_queries_without_a_key_beside_keys_that_are_nan(length, num_splits, monkeypatch):
+    """The newest token is NaN and its own query's alone: of earlier ones a range of keys, or all, is empty, not 0 * NaN."""
+    monkeypatch.setattr(kernel_runs, "HAS_JAX", not kernel_runs.HAS_TORCH)  # whose NaN has other bits
+    inputs = make_inputs(spec_of("bf16", s_q=2, length=length, page_size=16, causal=True, num_splits=num_splits))
+    cache = inputs.main.cache
+    newest = inputs.main.table[0, (length - 1) // 16], (length - 1) % 16
+    cache.part(0, cache.token_bytes, cache.token_bytes)[newest] = 0xFF
+    (out, lse), _ = check(inputs)
+    assert np.isnan(out[0, 1].astype(np.float32)).all()
+    assert np.isfinite(out[0, 0].astype(np.float32)).all()
+    assert np.isposinf(lse[0, :, 0]).all() == (length == 1)
+
+
 @pytest.mark.parametrize("extreme", [-(2**31), -1, 10**6, 2**31 - 1])
 @pytest.mark.parametrize("num_splits", [None, 3])
 @pytest.mark.parametrize("topk", [0, 50])

@@ -13,7 +13,8 @@ import triton
 from mla_kernels.hopper import plan as hopper
 from mla_kernels.hopper import sizes
 from mla_kernels.launch import Plan
-from tests.compiling import Compilation, Compiled, cuobjdump, innermost_loops, instructions
+from mla_kernels.problem import TensorSpec
+from tests.compiling import Compilation, Compiled, compile_launch, cuobjdump, innermost_loops, instructions
 from tests.hopper_calls import H200, attend_launch, dense_problem, sparse_problem
 from tests.test_compile import TILES_CHOSEN_FOR_THIS_TRITON, check
 
@@ -164,3 +165,24 @@ def test_rows_are_loaded_by_sixteen_bytes(call):
     loads = [text for _, text in texts(call) if "LDG.E" in text]
     assert sum("LDG.E.128" in text for text in loads) >= 24
     assert any("STS.128" in text for _, text in texts(call))
+
+
+def test_merging_that_overlaps_waits_before_it_reads():
+    plan = hopper.plan_dense(dense_problem(batch=1, h_q=128), H200)
+    attend, merge = plan.launches
+    assert merge.overlaps
+    ptx = compile_launch(plan, merge).ptx
+    body = ptx[ptx.index(".entry") :]
+    assert body.index("griddepcontrol.wait") < re.search(r"\b(ld|st|red|atom)\.global", body).start()
+    assert "griddepcontrol.launch_dependents" in compile_launch(plan, attend).ptx
+
+
+def test_places_in_out_need_64_bits():
+    """The queries of a sparse call may lie 2**29 elements apart."""
+    out = TensorSpec((1, 5, 64, 512), "bfloat16", (2**32, 2**29, 512, 1))
+    plan = hopper.plan_sparse(sparse_problem(batch=1, s_q=5, h_q=64, topk=128, out=out), H200)
+    ptx = compile_launch(plan, attend_launch(plan)).ptx
+    assert not re.findall(r"(?:mul\.lo\.[su]32|mad\.lo\.[su]32|shl\.b32)[^;]*\b(?:536870912|29)\b", ptx)
+    assert re.findall(
+        r"(?:(?:mul|mad)\.wide\.[su]32|(?:mul|mad)\.lo\.s64)[^;]*\b(?:536870912|1073741824)\b|shl\.b64[^;]*, (?:29|30);", ptx
+    )

@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import mla_torch
+from mla_kernels import direct
 from mla_torch import launcher
 from tests import gpu_tools
 from tests.arg_specs import ArgSpec, spec_id
@@ -178,6 +179,36 @@ def test_a_second_device(spec):
     found = mla_jax.decode(**call)
     assert found[0].devices() == {jax.devices()[1]}
     assert_same_bits(found, expected)
+
+
+@by_implementation([ArgSpec(format="v32_fp8", s_q=5, h_q=64, length=900, topk=512)])
+def test_queries_far_apart_in_out(spec, implementation):
+    """2**29 elements, so that their places need more than 32 bits."""
+    call = torch_call(spec)
+    with much_memory(2**33):
+        out = torch.empty(2**31 + 2**20, dtype=torch.bfloat16, device="cuda").as_strided(
+            (1, 5, 64, 512), (2**31, 2**29, 512, 1)
+        )
+        skip_where_refused(call | {"out": out}, implementation)
+        expected = mla_torch.decode(**call, implementation=implementation)
+        assert_same_bits(mla_torch.decode(**call, implementation=implementation, out=out), expected)
+        del out
+
+
+def test_kernels_are_launched_directly(monkeypatch):
+    """Not by Triton's launcher, which would be slower without a word."""
+    launched = []
+    launch = direct.DirectLaunch.__call__
+    monkeypatch.setattr(direct.DirectLaunch, "__call__", lambda *given: launched.append(given) or launch(*given))
+    for format_ in ("bf16", "v32_fp8"):
+        call = torch_call(ArgSpec(format=format_, h_q=64, length=900, topk=0 if format_ == "bf16" else 512))
+        for implementation in ("hopper", "triton"):
+            if mla_torch.explain(**call, implementation=(implementation, "reference")).plan is not None:
+                plan = mla_torch.explain(**call, implementation=implementation).plan
+                mla_torch.decode(**call, implementation=implementation)  # which may compile
+                launched.clear()
+                mla_torch.decode(**call, implementation=implementation)
+                assert len(launched) == len(plan.launches)
 
 
 @by_implementation([ArgSpec(batch=32, h_q=16, length=4096)])

@@ -96,6 +96,19 @@ def test_an_infinite_value_spoils_its_own_column_alone(spec, implementation, num
     torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=1e-2)
 
 
+@by_implementation([replace(DENSE, batch=1, s_q=2, length=17, page_size=16, causal=True, num_splits=2)])
+def test_a_piece_without_keys_beside_a_key_that_is_nan(spec, implementation):
+    """The last piece has the newest token alone, which is NaN and the last query's."""
+    call = torch_call(spec)
+    expected = judge(call, spec)
+    call["kv_cache"][call["block_table"][0, 1].item(), 0] = torch.nan
+    out, lse = mla_torch.decode(**call, implementation=implementation)
+    assert out[0, 1].isnan().all()
+    assert_right((out[:, :1], lse[..., :1]), replace(expected, **{
+        name: getattr(expected, name)[:, :1] for name in ("out", "spread")
+    }, **{name: getattr(expected, name)[..., :1] for name in ("lse", "score_norm")}), spec)  # fmt: skip
+
+
 @pytest.mark.parametrize("num_splits", [3, 8])
 @by_implementation(SPECS)
 def test_with_num_splits_a_row_is_the_same_in_every_batch(spec, implementation, num_splits):

@@ -363,3 +363,38 @@ def test_with_num_splits_pieces_are_merged_alike_in_every_batch(plan, h_q):
     merges = [plan(dense_problem(batch=batch, h_q=h_q, num_splits=7), H200).launches[-1] for batch in (1, 3, 300)]
     assert all(merge.name == "combine_kernel" for merge in merges)
     assert all(merge.constexprs == merges[0].constexprs for merge in merges)
+    assert all(merge.scalars[2:] == merges[0].scalars[2:] for merge in merges)
+
+
+@pytest.mark.parametrize(
+    "of_batch",
+    [
+        pytest.param(lambda batch: dense_problem(batch=batch, h_q=128), id="dense"),
+        pytest.param(lambda batch: sparse_problem(batch=batch, length=True), id="sparse-lengths"),
+        pytest.param(lambda batch: sparse_problem(batch=batch), id="sparse"),
+        pytest.param(lambda batch: sparse_problem(batch=batch, cache_format="model1_fp8", h_q=64, extra=512), id="model1"),
+    ],
+)
+def test_the_same_binaries_serve_every_batch(of_batch):
+    plans = [hopper.plan_decode(of_batch(batch), H200) for batch in (1, 2, 32, 33, 66, 67, 128, 129, 132, 133, 300)]
+    constants: dict[str, list] = {}
+    for plan in plans:
+        for launch in plan.launches:
+            constants.setdefault(launch.name, []).append(launch.constexprs)
+    assert len(constants) == 2
+    for found in constants.values():
+        assert all(one == found[0] for one in found)
+
+
+@pytest.mark.parametrize("facts", [H200, replace(H200, capability=(8, 0))], ids=["9.0", "8.0"])
+@pytest.mark.parametrize("batch", [1, 66, 67, 300])
+def test_merging_overlaps_where_it_waits_and_a_call_is_short(batch, facts):
+    """The portable kernels tell nobody that their end is near, so there the launch begins when they have ended."""
+    hopper_too = (hopper.plan_dense,) if facts is H200 else ()
+    for make in (plan_decode, *hopper_too):
+        plan = make(dense_problem(batch=batch, h_q=128), facts)
+        *others, merge = plan.launches
+        assert not any(launch.overlaps for launch in others)
+        assert merge.constexprs["OVERLAPS"] == (facts is H200)
+        assert merge.overlaps <= merge.constexprs["OVERLAPS"]
+        assert merge.overlaps == (facts is H200 and batch <= plan.details["programs"])

@@ -39,10 +39,10 @@ class Binary:
         return lambda *args, stream: self.launched.append((grid, args))
 
 
-def step_with_descriptor(row_stride=576):
+def step_with_descriptor(row_stride=576, **more):
     kernel = Compiler()
     tile = TileDescriptor("q", (8, 576), row_stride, (64, 64))
-    launch = Launch(kernel, (tile, "q"), (7,), ("out",), {"BLOCK": 64}, (3, 1, 1), num_warps=4, num_stages=1)
+    launch = Launch(kernel, (tile, "q"), (7,), ("out",), {"BLOCK": 64}, (3, 1, 1), num_warps=4, num_stages=1, **more)
     return launcher.Step(launch), kernel
 
 
@@ -127,8 +127,7 @@ class Direct:
         self.launches, self.made, self.launched = launches, [], []
 
     def __call__(self, binary, grid, arguments, overlaps):
-        assert not overlaps
-        self.made.append((binary, grid, arguments))
+        self.made.append((binary, grid, arguments, overlaps))
         return self.launch
 
     def launch(self, addresses, stream):
@@ -136,16 +135,17 @@ class Direct:
         return self.launches
 
 
-def test_a_binary_is_launched_without_triton(monkeypatch):
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_binary_is_launched_without_triton(monkeypatch, overlaps):
     fast = Direct()
     monkeypatch.setattr(launcher.direct, "DirectLaunch", fast)
-    step, kernel = step_with_descriptor()
+    step, kernel = step_with_descriptor(overlaps=overlaps)
     calls = [tensors_of_rows(seed) for seed in range(3)]
     for stream, tensors in enumerate(calls):
         run(step, tensors, stream)
     assert len(kernel.compiled) == 1 and kernel.launched == []
-    ((binary, grid, arguments),) = fast.made
-    assert isinstance(binary, Binary) and grid == (3, 1, 1)
+    ((binary, grid, arguments, overlapping),) = fast.made
+    assert isinstance(binary, Binary) and grid == (3, 1, 1) and overlapping == overlaps
     describe, *others = arguments
     assert others == [None, 7, None]
     assert_describes(describe(calls[0]["q"]), calls[0]["q"])

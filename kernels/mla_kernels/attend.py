@@ -267,7 +267,9 @@ def attend_kernel(
         if LATE_SUM:
             l = tl.sum(l, 1)
         empty = l == 0.0
-        l = tl.where(empty, 1.0, l)  # an empty row has acc == 0
+        l = tl.where(empty, 1.0, l)
+        if CAUSAL:  # zero times a key that only later queries see, which may be NaN; otherwise an empty row has acc == 0
+            acc = tl.where(empty[:, None], 0.0, acc)
         acc = acc / l[:, None]
         lse = (m + tl.log2(l)) * LN2
         out_mask = row_ok[:, None]

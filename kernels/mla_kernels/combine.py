@@ -8,6 +8,11 @@ import triton.language as tl
 from .softmax import LN2, LOG2E, row_coordinates, sink_factor
 
 
+def compact_columns(pieces: int) -> int:
+    """Columns of a task with `COMPACT`, so that it loads so many pieces of an item at once, if that many fit."""
+    return next((columns for columns in (256, 128) if pieces <= 4 * (256 // columns) ** 2), 64)
+
+
 @triton.jit
 def _merge(
     schedule_ptr,
@@ -38,7 +43,7 @@ def _merge(
     LINE: tl.constexpr = D_V // 2 if COMPACT else D_V
     LINES: tl.constexpr = ALL_ROWS * 2 if COMPACT else ALL_ROWS
     COLUMN_BLOCKS: tl.constexpr = (LINE + BLOCK_D - 1) // BLOCK_D
-    # Pieces at once: with `COMPACT` as many as a plan counts on, otherwise what a thread can hold.
+    # Pieces at once: with `COMPACT` 4, 16 or 64, what `compact_columns` goes by; otherwise what a thread can hold.
     PARTS: tl.constexpr = 4 * (256 // BLOCK_D) * (256 // BLOCK_D) if COMPACT else 2048 // BLOCK_D if BLOCK_D < 512 else 4
     BLOCK_LINES: tl.constexpr = 4 if COMPACT and PARTS == 4 else 1
     TASKS: tl.constexpr = (LINES + BLOCK_LINES - 1) // BLOCK_LINES * COLUMN_BLOCKS
@@ -140,7 +145,7 @@ def combine_kernel(
     been written, those without keys too.  Outputs are fp32; with `COMPACT` fp16, halves of a row that have scales of their
     own, each of which follows the log-sum-exp: fp32 [pieces, rows, 2, 2].
     With `num_splits` each item is in so many pieces; where that is 0, the schedule lists those that are split.
-    Grid (any,): the programs share out (split item, row, columns) among themselves, `columns` to a task: `WIDEST`, or that
+    Grid (any,): the programs share out (split item, rows, columns) among themselves, `columns` to a task: `WIDEST`, or that
     halved up to `NARROWER` times.  One binary serves them all, because which is best depends on the batch.
     With `OVERLAPS`, they may be started before the kernel that writes the pieces has ended.
     """

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
-from .combine import combine_kernel
+from .combine import combine_kernel, compact_columns
 from .device import DeviceFacts
 from .launch import Buffer, Launch
 from .problem import Problem, row_major_strides
@@ -82,12 +82,12 @@ class Work:
     """The programs of a call and the ranges of keys that they take.
 
     Attributes:
-      num_splits: of every item; None where a schedule is made on the device.
+      num_splits: of every item, as the caller or the plan has fixed it; otherwise None.
       unit: keys that a range is counted in.
       programs: that a schedule makes equal stretches for.
       launched: programs that are launched, idle ones included.
       slots: of the scratch, for partial results; 0 if nothing can be split.
-      each_makes: every program makes the schedule for itself; only the list of split items is written.
+      each_makes: every program finds its own work: the schedule, of which only the list of split items is written, or `even`.
       even: pieces of every item where that is known without a schedule, though a program may have several items; or 0.
       compact: pieces are written as scaled fp16 (see `combine_kernel`).
     """
@@ -226,20 +226,21 @@ class Work:
             return ()
         items = self.geometry.items
         entries = min(items, self.slots)
-        rows = self.all_rows * (1 if self.problem.num_splits is not None else entries)
-        widest = self.geometry.block_c // (2 if self.compact else 1)
-        block_d = widest
+        parts = 2 if self.compact else 1  # of a row, which tasks take one by one
+        lines, width = self.all_rows * parts, self.problem.d_v // parts
+        block_d = widest = self.geometry.block_c // parts
         # The order of sums follows from the columns of a task, so that a caller's number of splits keeps the batch out of them.
-        if self.compact:  # as many pieces as there may be at once: 4, 16 or 64
-            pieces = self.num_splits or self.even or cdiv(self.programs, items)
-            block_d = 256 if pieces <= 4 else 128 if pieces <= 16 else 64
+        if self.compact:
+            block_d = compact_columns(self.num_splits or self.even or cdiv(self.programs, items))
         else:
             # A task is little more than loads that wait for one another: rows are cut only as far as it takes to have tasks
             # for all multiprocessors, and the fewer columns a task has, the more pieces it loads at once.
-            while block_d > NARROWEST and rows * cdiv(self.problem.d_v, block_d) < 4 * facts.multiprocessors:
+            rows = lines * (1 if self.problem.num_splits is not None else entries)
+            while block_d > NARROWEST and rows * cdiv(width, block_d) < 4 * facts.multiprocessors:
                 block_d //= 2
-        columns = entries * self.all_rows * cdiv(self.problem.d_v, block_d)
-        num_warps = 1 if self.compact else 4
+        lines_of_task = 4 if self.compact and block_d == widest else 1
+        tasks = entries * cdiv(lines, lines_of_task) * cdiv(width, block_d)
+        most = (32 if self.compact else 16) * facts.multiprocessors
         overlaps = facts.capability >= (9, 0) and not facts.interpreted
         constants = self.output_constants()
         del constants["FIXED_SPLITS"]
@@ -255,8 +256,8 @@ class Work:
                 "NARROWER": max(widest // NARROWEST, 1).bit_length() - 1,
                 "OVERLAPS": overlaps,
             },
-            grid=(min(columns, (32 if self.compact else 16) * facts.multiprocessors), 1, 1),
-            num_warps=num_warps,
+            grid=(min(tasks, most), 1, 1),
+            num_warps=1 if self.compact else 4,
             num_stages=1,
             overlaps=overlaps and items <= self.programs,  # where a call is short
         )

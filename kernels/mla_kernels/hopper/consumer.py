@@ -202,5 +202,5 @@ def consumer(
         write(
             work, item, acc, gl.convert_layout(l, ROWS_OF_O), gl.convert_layout(m, ROWS_OF_O),
             buffers.q.index(OWN), q_empty, out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, sink_ptr,
-            S_Q, H_Q, ROWS, SPARSE, HAS_SINK, OUT_STRIDE_B, OUT_STRIDE_S, OUT_STRIDE_H, OWN,
+            S_Q, H_Q, ROWS, SPARSE, CAUSAL, HAS_SINK, OUT_STRIDE_B, OUT_STRIDE_S, OUT_STRIDE_H, OWN,
         )  # fmt: skip

@@ -53,7 +53,7 @@ def dense_kernel(
 ):
     """Grid (programs * row tiles,), tiles fastest; `q_desc` describes q as [b * s_q * h_q, d_qk].
 
-    Besides the results, the first program writes the list of split items for the combine kernel.
+    Where the programs make a schedule, the first one also writes the list of split items for the combine kernel.
     """
     ROWS: gl.constexpr = S_Q * H_Q
     program = gl.program_id(0) // ROW_TILES

@@ -241,29 +241,6 @@ PREFETCH = gl.constexpr("{ .reg .pred wanted; setp.ne.b32 wanted, $2, 0; mov.b32
 
 
 @gluon.jit
-def prefetch_indices(
-    work, indices_ptr, extra_indices_ptr, stride_b, stride_s, extra_stride_b, extra_stride_s
-):  # fmt: skip
-    """Begins to fetch the first indices of a program into the second-level cache: a line for each thread."""
-    item = gl.maximum(gl.minimum(work.first_item, work.last_item), 0)  # of an idle program, any
-    _length, lo, hi, extra_lo, extra_hi = work.keys(item)
-    request = gl.cast(item // work.QUERIES, gl.int64)
-    query = gl.cast(item % work.QUERIES, gl.int64)
-    place = 32 * gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    _prefetch_lines(indices_ptr + (request * stride_b + query * stride_s + lo) + place, place < hi - lo)
-    if work.HAS_EXTRA:
-        first = extra_indices_ptr + (request * extra_stride_b + query * extra_stride_s + extra_lo)
-        _prefetch_lines(first + place, place < extra_hi - extra_lo)
-
-
-@gluon.jit
-def _prefetch_lines(places, wanted):
-    gl.inline_asm_elementwise(
-        PREFETCH, "=r,l,r", [places.to(gl.int64), wanted.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
 def _prefetch(keys, pair, slot, E8M0: gl.constexpr):
     """Begins to fetch the rows of a block into the second-level cache: each lane of a row a line of it, or of its scales."""
     rows, scales = keys.places(pair, slot)
@@ -275,7 +252,9 @@ def _prefetch(keys, pair, slot, E8M0: gl.constexpr):
     if E8M0:
         words = gl.where(line == 5, scales, words)
     words, wanted = gl.broadcast(words, wanted & (line < 6))
-    _prefetch_lines(words, wanted)
+    gl.inline_asm_elementwise(
+        PREFETCH, "=r,l,r", [words.to(gl.int64), wanted.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit

@@ -44,9 +44,11 @@ def _starts_of_rows(
     OUT_STRIDE_B: gl.constexpr, OUT_STRIDE_S: gl.constexpr, OUT_STRIDE_H: gl.constexpr,
 ):  # fmt: skip
     """Where the packed rows of an item begin in `out`, in elements."""
-    if SPARSE or S_Q == 1 or OUT_STRIDE_S == H_Q * OUT_STRIDE_H:  # at equal distances
-        request, query, _ = row_coordinates(item, 0, S_Q, H_Q, SPARSE)
-        start = request.to(gl.int64) * OUT_STRIDE_B + query * OUT_STRIDE_S + row.to(gl.int64) * OUT_STRIDE_H
+    if SPARSE:
+        query = (item % S_Q).to(gl.int64)
+        start = (item // S_Q).to(gl.int64) * OUT_STRIDE_B + query * OUT_STRIDE_S + row.to(gl.int64) * OUT_STRIDE_H
+    elif S_Q == 1 or OUT_STRIDE_S == H_Q * OUT_STRIDE_H:  # at equal distances
+        start = item.to(gl.int64) * OUT_STRIDE_B + row.to(gl.int64) * OUT_STRIDE_H
     else:
         request, query, head = row_coordinates(item, row, S_Q, H_Q, SPARSE)
         start = request.to(gl.int64) * OUT_STRIDE_B + query.to(gl.int64) * OUT_STRIDE_S + head.to(gl.int64) * OUT_STRIDE_H
@@ -56,14 +58,16 @@ def _starts_of_rows(
 @gluon.jit
 def write(
     work, item, acc, l, m, staging, q_empty, out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, sink_ptr,
-    S_Q: gl.constexpr, H_Q: gl.constexpr, ROWS: gl.constexpr, SPARSE: gl.constexpr, HAS_SINK: gl.constexpr,
-    OUT_STRIDE_B: gl.constexpr, OUT_STRIDE_S: gl.constexpr, OUT_STRIDE_H: gl.constexpr, HALF_INDEX: gl.constexpr,
+    S_Q: gl.constexpr, H_Q: gl.constexpr, ROWS: gl.constexpr, SPARSE: gl.constexpr, CAUSAL: gl.constexpr,
+    HAS_SINK: gl.constexpr, OUT_STRIDE_B: gl.constexpr, OUT_STRIDE_S: gl.constexpr, OUT_STRIDE_H: gl.constexpr,
+    HALF_INDEX: gl.constexpr,
 ):  # fmt: skip
     """Writes one half of the columns of an item, and its log-sum-exp.
 
     Rows pass through `staging`, half of the queries, which nobody reads any more; then `q_empty` is told.
     A piece is fp16, with the log-sum-exp of each row and half, and what its values are to be multiplied by.  Its columns lie
-    in an order in which each thread can store eight that it has, which is faster where a call is short.
+    in an order in which each thread can store eight that it has, which is faster where a call is short.  Of a row without keys
+    all is 0.
     """
     ROWS_OF_O: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     # Plus zero, which the compiler does not know: it would work out the places of all rows before the loop over the items, and
@@ -73,6 +77,8 @@ def write(
     row_ok = row < ROWS
     empty = l == 0.0
     l = gl.where(empty, 1.0, l)
+    if CAUSAL:  # zero times a key that only later queries see, which may be NaN; otherwise rows are empty together, and 0
+        acc = gl.where(gl.expand_dims(empty, 1), 0.0, acc)
     lse = (m + gl.log2(l)) * LN2
     factor = 1.0 / l
     slot = work.slot(item)

@@ -214,7 +214,7 @@ def _queries(problem: Problem) -> TileDescriptor:
 def _plan(problem: Problem, facts: DeviceFacts, attend: Launch, work: Work, tuning: Tuning, row_tiles: int, warps: str) -> Plan:
     launches = (attend, *work.combine_launches(facts))
     details = {**asdict(tuning), "warps": warps, "tiles_per_item": row_tiles, **work.details()}
-    # A list of split items is an operand also where the splits are fixed and nobody writes or reads it.
+    # A list of split items is an operand also where nobody writes or reads it, as the pieces of items are known.
     buffers = {"schedule": Buffer((1,), "int32"), **work.buffers(facts)}
     return Plan("hopper", problem, facts, launches, buffers, details)
 

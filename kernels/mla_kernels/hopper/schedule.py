@@ -109,9 +109,9 @@ def stretch(
         last_end = total * 0
         for start in range(0, items, CHUNK):
             item, real, cost = _costs(
-            start, items, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens, fixed_cost,
-            QUERIES, HAS_LENGTH, HAS_EXTRA, HAS_EXTRA_LENGTH, UNIT, CHUNK,
-        )  # fmt: skip
+                start, items, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens, fixed_cost,
+                QUERIES, HAS_LENGTH, HAS_EXTRA, HAS_EXTRA_LENGTH, UNIT, CHUNK,
+            )  # fmt: skip
             end = base + gl.associative_scan(cost, 0, _add)
             begin = end - cost
             first_program = (begin + fixed_cost) // quota

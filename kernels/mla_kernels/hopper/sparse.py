@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 from ..softmax import LOG2E
 from . import sizes
 from .consumer import consumer
-from .gather import Cache, gather, prefetch_indices
+from .gather import Cache, gather
 from .parts import new_barriers, new_buffers
 from .schedule import new_work, uniform
 
@@ -80,17 +80,14 @@ def sparse_kernel(
 ):
     """Grid (programs * row tiles,), tiles fastest; `q_desc` describes q as [b * s_q * h_q, d_qk].
 
-    An item is one query of a request.  Besides the results, the first program writes the list of split items for the combine
-    kernel.
+    An item is one query of a request.  Where the programs make a schedule, the first one also writes the list of split items
+    for the combine kernel.
     """
     program = gl.program_id(0) // ROW_TILES
     tile = uniform(gl.program_id(0) % ROW_TILES)
     work = new_work(
         program, tile, items, programs, num_splits, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens, schedule_ptr,
         S_Q, HAS_LENGTH, HAS_EXTRA, HAS_EXTRA_LENGTH, FIXED_SPLITS, UNIT, FIXED_COST, SPLIT_COST,
-    )  # fmt: skip
-    prefetch_indices(
-        work, table_ptr, extra_table_ptr, table_stride_b, table_stride_s, extra_table_stride_b, extra_table_stride_s
     )  # fmt: skip
     cache = Cache(
         cache_ptr.to(gl.pointer_type(gl.int32), bitcast=True), last_slot,

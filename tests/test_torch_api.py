@@ -202,7 +202,7 @@ def test_explain_accounts_for_a_plan(implementation, kernel, monkeypatch):
     assert explanation.plan.problem.h_q == 128
     assert explanation.plan.details
     scratch = {name: b for name, b in explanation.plan.buffers.items() if name not in ("out", "lse")}
-    assert explanation.scratch_bytes == 4 * sum(int(np.prod(b.shape)) for b in scratch.values())
+    assert explanation.scratch_bytes == sum(int(np.prod(b.shape)) * np.dtype(b.dtype).itemsize for b in scratch.values())
     keys = 4 * 3 * 64
     assert explanation.max_keys == (keys, 0)
     text = str(explanation)

@@ -375,13 +375,14 @@ def test_with_num_splits_pieces_are_merged_alike_in_every_batch(plan, h_q):
         pytest.param(lambda batch: sparse_problem(batch=batch, cache_format="model1_fp8", h_q=64, extra=512), id="model1"),
     ],
 )
-def test_the_same_binaries_serve_every_batch(of_batch):
-    plans = [hopper.plan_decode(of_batch(batch), H200) for batch in (1, 2, 32, 33, 66, 67, 128, 129, 132, 133, 300)]
+@pytest.mark.parametrize("make", [plan_decode, hopper.plan_decode], ids=["portable", "hopper"])
+def test_the_same_binaries_serve_every_batch(make, of_batch):
+    plans = [make(of_batch(batch), H200) for batch in (1, 2, 32, 33, 66, 67, 128, 129, 132, 133, 300)]
     constants: dict[str, list] = {}
     for plan in plans:
         for launch in plan.launches:
             constants.setdefault(launch.name, []).append(launch.constexprs)
-    assert len(constants) == 2
+    assert len(constants) >= 2
     for found in constants.values():
         assert all(one == found[0] for one in found)
 

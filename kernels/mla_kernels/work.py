@@ -35,11 +35,7 @@ def overridden(chosen: T, overrides: Mapping[str, int] | None) -> T:
     return replace(chosen, **overrides)
 
 
-def item_chunk(items: int) -> int:
-    """Items that a schedule looks at at once."""
-    return 1024 if items > 128 else 128
-
-
+ITEM_CHUNK = 1024  # items that a schedule looks at at once
 NARROWEST = 64  # columns of a task of the combine kernel
 
 
@@ -210,7 +206,7 @@ class Work:
                 "UNIT": self.unit,
                 "FIXED_COST": fixed_cost,
                 "SPLIT_COST": split_cost,
-                "ITEM_CHUNK": item_chunk(items),
+                "ITEM_CHUNK": ITEM_CHUNK,
                 "PAIR_CHUNK": max(8192 // program_block, 8),
                 "PROGRAM_BLOCK": program_block,
             },

@@ -173,7 +173,7 @@ def test_triton_launches_what_is_refused():
     step, kernel = step_with_descriptor()
     for seed in range(3):
         run(step, tensors_of_rows(seed), 0)
-    ((found,),) = (step._binaries.values(),)
+    (found,) = step._binaries.values()
     assert found.direct is None and "metadata" in found.refused
     assert len(kernel.launched) == 2
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from mla_kernels.combine import combine_kernel
+from mla_kernels.combine import SHAPES, combine_kernel, shape_for
 from mla_kernels.device import INTERPRETER, KNOWN_DEVICES
 from mla_kernels.plan import plan_decode
 from mla_kernels.problem import TensorSpec, make_problem
@@ -264,6 +264,14 @@ def test_one_binary_serves_every_batch(d_v):
 def test_the_columns_of_a_task_are_only_a_matter_of_speed(columns):
     rng = np.random.default_rng(5)
     Merge(1, 3, 1, 300, False, 1, {0: draw_pieces(rng, 41, 3, 300)}).check(columns=columns)
+
+
+def test_a_shape_has_room_for_the_pieces_that_are_expected():
+    assert len({shape.columns for shape in SHAPES}) == len(SHAPES)  # by which the kernel knows them
+    for pieces in range(1, 200):
+        shape = shape_for(pieces)
+        assert shape.pieces >= pieces or shape == SHAPES[-1]
+        assert all(other.pieces < pieces for other in SHAPES if other.pieces < shape.pieces)
 
 
 def test_half_precision_of_a_piece_has_a_scale_for_each_half_of_a_row():

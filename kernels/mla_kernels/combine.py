@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from .softmax import LN2, LOG2E, row_coordinates, sink_factor
 
 
-def compact_columns(pieces: int) -> int:
-    """Columns of a task with `COMPACT`, so that it loads so many pieces of an item at once, if that many fit."""
-    return next((columns for columns in (256, 128) if pieces <= 4 * (256 // columns) ** 2), 64)
+class Shape(NamedTuple):
+    """What a task takes at once with `COMPACT`: pieces of an item, lines of each, which are halves of rows, and columns."""
+
+    pieces: int
+    lines: int
+    columns: int
+
+
+SHAPES = (Shape(4, 4, 256), Shape(16, 2, 128), Shape(64, 1, 64))
+_PIECES, _LINES, _COLUMNS = (tl.constexpr(numbers) for numbers in zip(*SHAPES, strict=True))
+
+
+def shape_for(pieces: int) -> Shape:
+    """The shape that takes so many pieces of an item at once, or the most."""
+    return next((shape for shape in SHAPES if pieces <= shape.pieces), SHAPES[-1])
 
 
 @triton.jit
@@ -36,16 +50,18 @@ def _merge(
     OUT_STRIDE_S: tl.constexpr,
     OUT_STRIDE_H: tl.constexpr,
     COMPACT: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_LINES: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """The tasks of one program, each of them `BLOCK_D` columns of some lines of an item: rows, or with `COMPACT` halves."""
+    """The tasks of one program, each of them `BLOCK_D` columns of some lines of an item: rows, or with `COMPACT` halves.
+
+    A task loads `PARTS` pieces at once.
+    """
     ALL_ROWS: tl.constexpr = KV_HEADS * ROWS
     LINE: tl.constexpr = D_V // 2 if COMPACT else D_V
     LINES: tl.constexpr = ALL_ROWS * 2 if COMPACT else ALL_ROWS
     COLUMN_BLOCKS: tl.constexpr = (LINE + BLOCK_D - 1) // BLOCK_D
-    # Pieces at once: with `COMPACT` 4, 16 or 64, what `compact_columns` goes by; otherwise what a thread can hold.
-    PARTS: tl.constexpr = 4 * (256 // BLOCK_D) * (256 // BLOCK_D) if COMPACT else 2048 // BLOCK_D if BLOCK_D < 512 else 4
-    BLOCK_LINES: tl.constexpr = 4 if COMPACT and PARTS == 4 else 1
     TASKS: tl.constexpr = (LINES + BLOCK_LINES - 1) // BLOCK_LINES * COLUMN_BLOCKS
     for task in range(tl.program_id(0), count * TASKS, tl.num_programs(0)):
         entry = task // TASKS
@@ -145,8 +161,9 @@ def combine_kernel(
     been written, those without keys too.  Outputs are fp32; with `COMPACT` fp16, halves of a row that have scales of their
     own, each of which follows the log-sum-exp: fp32 [pieces, rows, 2, 2].
     With `num_splits` each item is in so many pieces; where that is 0, the schedule lists those that are split.
-    Grid (any,): the programs share out (split item, rows, columns) among themselves, `columns` to a task: `WIDEST`, or that
-    halved up to `NARROWER` times.  One binary serves them all, because which is best depends on the batch.
+    Grid (any,): the programs share out (split item, lines, columns) among themselves, `columns` to a task: those of one of
+    `SHAPES` with `COMPACT`, otherwise `WIDEST`, or that halved up to `NARROWER` times.  One binary serves them all, because
+    which is best depends on the batch.
     With `OVERLAPS`, they may be started before the kernel that writes the pieces has ended.
     """
     if OVERLAPS:
@@ -154,10 +171,13 @@ def combine_kernel(
     count = items
     if num_splits == 0:
         count = tl.load(schedule_ptr + splits_offset)
-    for halved in tl.static_range(NARROWER + 1):
-        if columns == WIDEST >> halved:
+    for choice in tl.static_range(NARROWER + 1):
+        if columns == (_COLUMNS[choice] if COMPACT else WIDEST >> choice):
+            BLOCK_D: tl.constexpr = _COLUMNS[choice] if COMPACT else WIDEST >> choice
+            # Otherwise what threads can hold.
+            PARTS: tl.constexpr = _PIECES[choice] if COMPACT else 2048 // BLOCK_D if BLOCK_D < 512 else 4
             _merge(
                 schedule_ptr, partial_out_ptr, partial_lse_ptr, sink_ptr, splits_offset, count, num_splits, out_ptr, lse_ptr,
                 S_Q, H_Q, GROUP, ROWS, KV_HEADS, D_V, SPARSE, HAS_SINK, OUT_STRIDE_B, OUT_STRIDE_S, OUT_STRIDE_H, COMPACT,
-                WIDEST >> halved,
+                PARTS, _LINES[choice] if COMPACT else 1, BLOCK_D,
             )  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
-from .combine import combine_kernel, compact_columns
+from .combine import SHAPES, combine_kernel, shape_for
 from .device import DeviceFacts
 from .launch import Buffer, Launch
 from .problem import Problem, row_major_strides
@@ -224,18 +224,19 @@ class Work:
         entries = min(items, self.slots)
         parts = 2 if self.compact else 1  # of a row, which tasks take one by one
         lines, width = self.all_rows * parts, self.problem.d_v // parts
-        block_d = widest = self.geometry.block_c // parts
+        columns = widest = self.geometry.block_c // parts
         # The order of sums follows from the columns of a task, so that a caller's number of splits keeps the batch out of them.
         if self.compact:
-            block_d = compact_columns(self.num_splits or self.even or cdiv(self.programs, items))
+            _, lines_of_task, columns = shape_for(self.num_splits or self.even or cdiv(self.programs, items))
+            narrower = len(SHAPES) - 1
         else:
             # A task is little more than loads that wait for one another: rows are cut only as far as it takes to have tasks
             # for all multiprocessors, and the fewer columns a task has, the more pieces it loads at once.
             rows = lines * (1 if self.problem.num_splits is not None else entries)
-            while block_d > NARROWEST and rows * cdiv(width, block_d) < 4 * facts.multiprocessors:
-                block_d //= 2
-        lines_of_task = 4 if self.compact and block_d == widest else 1
-        tasks = entries * cdiv(lines, lines_of_task) * cdiv(width, block_d)
+            while columns > NARROWEST and rows * cdiv(width, columns) < 4 * facts.multiprocessors:
+                columns //= 2
+            lines_of_task, narrower = 1, max(widest // NARROWEST, 1).bit_length() - 1
+        tasks = entries * cdiv(lines, lines_of_task) * cdiv(width, columns)
         most = (32 if self.compact else 16) * facts.multiprocessors
         overlaps = facts.capability >= (9, 0) and not facts.interpreted
         constants = self.output_constants()
@@ -243,13 +244,13 @@ class Work:
         launch = Launch(
             kernel=combine_kernel,
             inputs=(self.schedule, "partial_out", "partial_lse", self.sink, "out", "lse"),
-            scalars=(WORK_FIELDS.value * self.listed, items, self.num_splits or self.even, block_d),
+            scalars=(WORK_FIELDS.value * self.listed, items, self.num_splits or self.even, columns),
             outputs=("out", "lse"),
             constexprs={
                 **constants,
                 "COMPACT": self.compact,
                 "WIDEST": widest,
-                "NARROWER": max(widest // NARROWEST, 1).bit_length() - 1,
+                "NARROWER": narrower,
                 "OVERLAPS": overlaps,
             },
             grid=(min(tasks, most), 1, 1),

@@ -230,12 +230,7 @@ def new_work(
         # With a program or more for every item all of them start and end about as many.
         fixed_cost = gl.where(items <= programs, 0, FIXED_COST)
         first = gl.program_id(0) == 0
-        if HAS_LENGTH or HAS_EXTRA_LENGTH:
-            first_item, last_item, first_unit, end_unit, first_slot, last_slot = made_stretch(
-                program, items, programs, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens, splits_ptr, first,
-                fixed_cost, QUERIES, HAS_LENGTH, HAS_EXTRA, HAS_EXTRA_LENGTH, UNIT, SPLIT_COST,
-            )  # fmt: skip
-        elif num_splits > 0:
+        if num_splits > 0 and not (HAS_LENGTH or HAS_EXTRA_LENGTH):
             first_item, last_item, first_unit, end_unit, first_slot, last_slot = even_stretch(
                 program, items, programs, num_splits, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens,
                 QUERIES, HAS_EXTRA, UNIT,

@@ -82,12 +82,16 @@ def check_spills(result: Compiled, most: int) -> None:
 @compiled(hopper())
 def test_hopper(case):
     result = check(case)
-    wgmma = case.launch.name == "attend_kernel" and case.launch.constexprs["BLOCK_H"] >= 64
+    constants = case.launch.constexprs
+    wgmma = case.launch.name == "attend_kernel" and constants["BLOCK_H"] >= 64
     assert ("wgmma.mma_async" in result.ptx) == wgmma
+    if wgmma:  # each warpgroup multiplies half of the keys, once, and again only in a branch that nothing takes
+        products = result.ptx.count(f"wgmma.mma_async.sync.aligned.m64n{constants['BLOCK_N'] // 2}k16")
+        assert products == (constants["BLOCK_C"] + 2 * constants["BLOCK_R"]) // 16
     if cuobjdump() is not None:
         assert any("HGMMA" in text for _, text in instructions(result.cubin)) == wgmma
     # A tile of 64 rows takes all 255 registers: what the outer loop needs may be spilled, what the inner one needs may not.
-    check_spills(result, most=40)
+    check_spills(result, most=0)
 
 
 def test_the_other_gpus_get_every_pair_of_device_and_factors():
@@ -105,4 +109,4 @@ def test_the_other_gpus_get_every_pair_of_device_and_factors():
 @compiled(others())
 def test_other_gpus(case):
     # For some kernels ptxas aims at 128 registers, so that two blocks fit a multiprocessor, and is one short of that.
-    check_spills(check(case), most=4)
+    check_spills(check(case), most=0)

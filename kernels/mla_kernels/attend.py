@@ -47,6 +47,33 @@ def _index_rows(
     )
 
 
+@triton.jit
+def _scores(q_c, q_r, c, r, has_keys, APART: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Products of queries and keys [BLOCK_H, BLOCK_N].
+
+    `APART` puts them into a branch that is always taken.  Where Triton sees that another product reads the result of one, it
+    gives the rows of that one to all warps; with 64 rows both warpgroups then multiply the same keys.  It does not look
+    beyond the end of a branch.  The other branch, which nothing takes, has a product too: if what it has could be made
+    again at no cost, Triton would move the exchange of P between the warpgroups in here, as scores.
+    """
+    if APART:
+        if has_keys:
+            s = tl.dot(q_c, tl.trans(c))
+            s_r = s
+            if BLOCK_R > 0:
+                s_r = tl.dot(q_r, tl.trans(r))
+        else:
+            s = tl.dot(q_r, tl.trans(r))
+            s_r = s
+        if BLOCK_R > 0:
+            s += s_r
+    else:
+        s = tl.dot(q_c, tl.trans(c))
+        if BLOCK_R > 0:
+            s = tl.dot(q_r, tl.trans(r), s)
+    return s
+
+
 @triton.jit(
     do_not_specialize=[
         "table_stride_b", "table_stride_s", "extra_table_stride_b", "extra_table_stride_s", "last_slot", "extra_last_slot",
@@ -121,6 +148,7 @@ def attend_kernel(
     UNIT: tl.constexpr,
     ONE_PAGE: tl.constexpr,
     LATE_SUM: tl.constexpr,
+    QK_APART: tl.constexpr,
     ROW_TILES: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -247,9 +275,7 @@ def attend_kernel(
                 base, scale_base, end - 1 - start, valid, COMPUTE, ONE_PAGE, TOKEN_STRIDE, SCALE_STRIDE, BLOCK_N, D_QK, D_V,
                 BLOCK_C, BLOCK_R, SCALE_TILE, NUM_SCALES, SCALE_E8M0, ROPE_OFFSET, NATIVE_FP8,
             )  # fmt: skip
-            s = tl.dot(q_c, tl.trans(c))  # [BLOCK_H, BLOCK_N]
-            if BLOCK_R > 0:
-                s = tl.dot(q_r, tl.trans(r), s)
+            s = _scores(q_c, q_r, c, r, start < end, QK_APART, BLOCK_R)
             keep = ok[None, :]
             if CAUSAL:
                 keep = keep & (t[None, :] < row_end[:, None])

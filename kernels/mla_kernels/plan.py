@@ -114,11 +114,16 @@ def _tile_candidates(problem: Problem, facts: DeviceFacts, rows: int) -> tuple[T
     return first + _OTHER_TILES[size][quantised + (quantised and problem.d_qk == problem.d_v)]
 
 
+def _wgmma(tiles: Tiles, facts: DeviceFacts) -> bool:
+    """Whether Triton multiplies by warpgroups, with both factors in shared memory."""
+    return facts.capability[0] == 9 and tiles.block_h >= 64
+
+
 def _shared_memory(tiles: Tiles, problem: Problem, geometry: Geometry, facts: DeviceFacts) -> int:
     """An upper estimate of a program's shared memory in bytes: q, the blocks of keys in flight or in use, and P."""
     width = 2 * (geometry.block_c + geometry.block_r)
     ahead = max(1, (tiles.num_stages - 1) // 2)  # of the stages one half is for the indices of the keys
-    wgmma = facts.capability[0] == 9 and tiles.block_h >= 64
+    wgmma = _wgmma(tiles, facts)
     if problem.cache.format.quantised:  # raw bytes are staged, the decoded block lies beside them, for mma.sync in two orders
         keys = tiles.block_n * (width * (1 if wgmma else 2) + problem.cache.format.token_bytes * ahead)
     else:  # wgmma still reads a block while the next one is awaited
@@ -252,6 +257,7 @@ def plan_decode(problem: Problem, facts: DeviceFacts, overrides: dict[str, int] 
             "ONE_PAGE": _one_page(problem, tiles, work.unit),
             # A sum across warps in every block costs more than a tile of sums, while registers last.
             "LATE_SUM": tiles.block_h <= 32,
+            "QK_APART": _wgmma(tiles, facts),
             "ROW_TILES": row_tiles,
             "BLOCK_H": tiles.block_h,
             "BLOCK_N": tiles.block_n,

@@ -211,7 +211,7 @@ class Work:
                 "PROGRAM_BLOCK": program_block,
             },
             grid=(1, 1, 1),
-            num_warps=8,
+            num_warps=16,
             num_stages=1,
         )
         return (launch,)

@@ -66,17 +66,15 @@ def check(case: Compilation) -> Compiled:
     return result
 
 
-def check_spills(result: Compiled, most: int) -> None:
-    """What the loops around the inner one need may be spilled, up to `most` bytes, but not where keys are multiplied."""
+def check_spills(result: Compiled, most: int = 0) -> None:
+    """Nothing is spilled, or up to `most` bytes of what the loops around the inner one need."""
     if result.spill_stores and not TILES_CHOSEN_FOR_THIS_TRITON:
         warnings.warn(f"spills {result.spill_stores} bytes with Triton {triton.__version__}", stacklevel=2)
         return
     assert result.spill_stores <= most
     if result.spill_stores and cuobjdump() is not None:
         products = [body for body in loops(instructions(result.cubin)) if any("MMA" in text for text in body)]
-        if products:
-            # Known: MODEL1 with an extra cache reloads three registers among some 1,200 instructions.
-            assert len([text for text in products[0] if "STL" in text or "LDL" in text]) <= 3
+        assert not [text for text in products[0] if "STL" in text or "LDL" in text]
 
 
 @compiled(hopper())
@@ -90,8 +88,8 @@ def test_hopper(case):
         assert products == (constants["BLOCK_C"] + 2 * constants["BLOCK_R"]) // 16
     if cuobjdump() is not None:
         assert any("HGMMA" in text for _, text in instructions(result.cubin)) == wgmma
-    # A tile of 64 rows takes all 255 registers: what the outer loop needs may be spilled, what the inner one needs may not.
-    check_spills(result, most=0)
+    # Known: MODEL1 with an extra cache needs two registers more than there are around its inner loop.
+    check_spills(result, most=8 if constants.get("SCALE_E8M0") and constants["HAS_EXTRA"] else 0)
 
 
 def test_the_other_gpus_get_every_pair_of_device_and_factors():
@@ -108,5 +106,4 @@ def test_the_other_gpus_get_every_pair_of_device_and_factors():
 
 @compiled(others())
 def test_other_gpus(case):
-    # For some kernels ptxas aims at 128 registers, so that two blocks fit a multiprocessor, and is one short of that.
-    check_spills(check(case), most=0)
+    check_spills(check(case))

@@ -261,16 +261,27 @@ def attend_kernel(
                 index = tl.load(tl.where(in_extra, extra_row, table_row) + t, mask=ok, other=-1)
                 ok = (index >= 0) & (index <= tl.where(in_extra, extra_last_slot, last_slot))
                 valid = ok
-                main_base, main_scale_base = _index_rows(
-                    cache_ptr, index, ok, PAGE_SIZE, PAGE_STRIDE, TOKEN_STRIDE, SCALE_BASE, SCALE_STRIDE
-                )
-                extra_base, extra_scale_base = _index_rows(
-                    extra_cache_ptr, index, ok, EXTRA_PAGE_SIZE, EXTRA_PAGE_STRIDE, EXTRA_TOKEN_STRIDE, EXTRA_SCALE_BASE,
-                    EXTRA_SCALE_STRIDE,
-                )  # fmt: skip
-                # Selecting between pointers hides their alignment from some compilers.
-                base = tl.multiple_of(tl.where(in_extra, extra_base, main_base), ROW_ALIGN)
-                scale_base = tl.where(in_extra, extra_scale_base, main_scale_base)
+                if SCALE_TILE == 0:
+                    if in_extra:
+                        base, scale_base = _index_rows(
+                            extra_cache_ptr, index, ok, EXTRA_PAGE_SIZE, EXTRA_PAGE_STRIDE, EXTRA_TOKEN_STRIDE,
+                            EXTRA_SCALE_BASE, EXTRA_SCALE_STRIDE,
+                        )  # fmt: skip
+                    else:
+                        base, scale_base = _index_rows(
+                            cache_ptr, index, ok, PAGE_SIZE, PAGE_STRIDE, TOKEN_STRIDE, SCALE_BASE, SCALE_STRIDE
+                        )
+                else:  # a branch would hide the alignment of rows from Triton 3.6, which would load them by single bytes
+                    main_base, main_scale_base = _index_rows(
+                        cache_ptr, index, ok, PAGE_SIZE, PAGE_STRIDE, TOKEN_STRIDE, SCALE_BASE, SCALE_STRIDE
+                    )
+                    extra_base, extra_scale_base = _index_rows(
+                        extra_cache_ptr, index, ok, EXTRA_PAGE_SIZE, EXTRA_PAGE_STRIDE, EXTRA_TOKEN_STRIDE,
+                        EXTRA_SCALE_BASE, EXTRA_SCALE_STRIDE,
+                    )  # fmt: skip
+                    # So does a choice between pointers from some compilers.
+                    base = tl.multiple_of(tl.where(in_extra, extra_base, main_base), ROW_ALIGN)
+                    scale_base = tl.where(in_extra, extra_scale_base, main_scale_base)
             c, r = load_rows(
                 base, scale_base, end - 1 - start, valid, COMPUTE, ONE_PAGE, TOKEN_STRIDE, SCALE_STRIDE, BLOCK_N, D_QK, D_V,
                 BLOCK_C, BLOCK_R, SCALE_TILE, NUM_SCALES, SCALE_E8M0, ROPE_OFFSET, NATIVE_FP8,

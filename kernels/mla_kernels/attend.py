@@ -13,8 +13,7 @@ INT32_MAX = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def _token_rows(
-    cache_ptr,
+def _token_offsets(
     page,  # int32 [N], or one
     token,  # int32 [N], or one: its place within the page
     kv_head,
@@ -24,15 +23,14 @@ def _token_rows(
     SCALE_BASE: tl.constexpr,
     SCALE_STRIDE: tl.constexpr,
 ):
-    """Pointers to the rows of tokens, and to their scales."""
-    page_ptr = cache_ptr + tl.cast(page, tl.int64) * PAGE_STRIDE
+    """Where the rows of tokens begin, and their scales, in elements of the cache: int64."""
+    page_offset = tl.cast(page, tl.int64) * PAGE_STRIDE
     token = tl.cast(token, tl.int64)
-    return page_ptr + (token * TOKEN_STRIDE + kv_head * HEAD_STRIDE), page_ptr + (token * SCALE_STRIDE + SCALE_BASE)
+    return page_offset + (token * TOKEN_STRIDE + kv_head * HEAD_STRIDE), page_offset + (token * SCALE_STRIDE + SCALE_BASE)
 
 
 @triton.jit
-def _index_rows(
-    cache_ptr,
+def _index_offsets(
     index,  # int32 [N]: flat slots
     ok,  # bool [N]: which of them are valid
     PAGE_SIZE: tl.constexpr,
@@ -42,9 +40,7 @@ def _index_rows(
     SCALE_STRIDE: tl.constexpr,
 ):
     index = tl.where(ok, index, 0)
-    return _token_rows(
-        cache_ptr, index // PAGE_SIZE, index % PAGE_SIZE, 0, PAGE_STRIDE, TOKEN_STRIDE, 0, SCALE_BASE, SCALE_STRIDE
-    )
+    return _token_offsets(index // PAGE_SIZE, index % PAGE_SIZE, 0, PAGE_STRIDE, TOKEN_STRIDE, 0, SCALE_BASE, SCALE_STRIDE)
 
 
 @triton.jit
@@ -236,6 +232,7 @@ def attend_kernel(
                 in_extra = block >= main_blocks
                 start = tl.where(in_extra, extra_lo + (block - main_blocks) * BLOCK_N, start)
                 end = tl.where(in_extra, extra_hi, hi)
+            block_cache = cache_ptr
             t = start + tl.arange(0, BLOCK_N)
             ok = t < end
             if not SPARSE:
@@ -247,41 +244,32 @@ def attend_kernel(
                 else:
                     page = tl.load(table_row + tl.minimum(t, end - 1) // PAGE_SIZE)
                     token = tl.minimum(t, end - 1) % PAGE_SIZE
-                base, scale_base = _token_rows(
-                    cache_ptr, page, token, kv_head, PAGE_STRIDE, TOKEN_STRIDE, HEAD_STRIDE, SCALE_BASE, SCALE_STRIDE
+                row_offset, scale_offset = _token_offsets(
+                    page, token, kv_head, PAGE_STRIDE, TOKEN_STRIDE, HEAD_STRIDE, SCALE_BASE, SCALE_STRIDE
                 )
             elif not HAS_EXTRA:
                 index = tl.load(table_row + t, mask=ok, other=-1)
                 ok = (index >= 0) & (index <= last_slot)
                 valid = ok
-                base, scale_base = _index_rows(
-                    cache_ptr, index, ok, PAGE_SIZE, PAGE_STRIDE, TOKEN_STRIDE, SCALE_BASE, SCALE_STRIDE
+                row_offset, scale_offset = _index_offsets(
+                    index, ok, PAGE_SIZE, PAGE_STRIDE, TOKEN_STRIDE, SCALE_BASE, SCALE_STRIDE
                 )
             else:
                 index = tl.load(tl.where(in_extra, extra_row, table_row) + t, mask=ok, other=-1)
                 ok = (index >= 0) & (index <= tl.where(in_extra, extra_last_slot, last_slot))
                 valid = ok
-                if SCALE_TILE == 0:
-                    if in_extra:
-                        base, scale_base = _index_rows(
-                            extra_cache_ptr, index, ok, EXTRA_PAGE_SIZE, EXTRA_PAGE_STRIDE, EXTRA_TOKEN_STRIDE,
-                            EXTRA_SCALE_BASE, EXTRA_SCALE_STRIDE,
-                        )  # fmt: skip
-                    else:
-                        base, scale_base = _index_rows(
-                            cache_ptr, index, ok, PAGE_SIZE, PAGE_STRIDE, TOKEN_STRIDE, SCALE_BASE, SCALE_STRIDE
-                        )
-                else:  # a branch would hide the alignment of rows from Triton 3.6, which would load them by single bytes
-                    main_base, main_scale_base = _index_rows(
-                        cache_ptr, index, ok, PAGE_SIZE, PAGE_STRIDE, TOKEN_STRIDE, SCALE_BASE, SCALE_STRIDE
-                    )
-                    extra_base, extra_scale_base = _index_rows(
-                        extra_cache_ptr, index, ok, EXTRA_PAGE_SIZE, EXTRA_PAGE_STRIDE, EXTRA_TOKEN_STRIDE,
-                        EXTRA_SCALE_BASE, EXTRA_SCALE_STRIDE,
-                    )  # fmt: skip
-                    # So does a choice between pointers from some compilers.
-                    base = tl.multiple_of(tl.where(in_extra, extra_base, main_base), ROW_ALIGN)
-                    scale_base = tl.where(in_extra, extra_scale_base, main_scale_base)
+                row_offset, scale_offset = _index_offsets(
+                    index, ok, PAGE_SIZE, PAGE_STRIDE, TOKEN_STRIDE, SCALE_BASE, SCALE_STRIDE
+                )
+                extra_offset, extra_scale_offset = _index_offsets(
+                    index, ok, EXTRA_PAGE_SIZE, EXTRA_PAGE_STRIDE, EXTRA_TOKEN_STRIDE, EXTRA_SCALE_BASE, EXTRA_SCALE_STRIDE
+                )
+                block_cache = tl.where(in_extra, extra_cache_ptr, cache_ptr)
+                # A choice hides from some compilers what both are multiples of.
+                row_offset = tl.multiple_of(tl.where(in_extra, extra_offset, row_offset), ROW_ALIGN)
+                scale_offset = tl.where(in_extra, extra_scale_offset, scale_offset)
+            base = block_cache + row_offset
+            scale_base = block_cache + scale_offset
             c, r = load_rows(
                 base, scale_base, end - 1 - start, valid, COMPUTE, ONE_PAGE, TOKEN_STRIDE, SCALE_STRIDE, BLOCK_N, D_QK, D_V,
                 BLOCK_C, BLOCK_R, SCALE_TILE, NUM_SCALES, SCALE_E8M0, ROPE_OFFSET, NATIVE_FP8,

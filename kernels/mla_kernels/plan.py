@@ -73,8 +73,8 @@ def refusals(problem: Problem, facts: DeviceFacts) -> tuple[Refusal, ...]:
     return tuple(found)
 
 
-# Measured on an H200.  By rows of an item for plain caches.  Those with an extra cache and quantised ones take 64 rows however
-# few there are: what takes the time is to find and to decode keys, and warpgroups multiply straight from shared memory.
+# Measured on an H200.  By rows of an item for plain caches.  Quantised ones take 64 however few there are: it is decoding that
+# takes the time, and warpgroups multiply straight from shared memory.
 _HOPPER_TILES = {16: Tiles(16, 64, 8, 5), 32: Tiles(32, 64, 8, 5), 64: Tiles(64, 64, 8, 2)}
 _HOPPER_ROPE_IN_VALUES = Tiles(64, 64, 8, 3)  # with two stages 1 % faster, but it spills
 # Compute capability 10 multiplies tiles of 64 rows in tensor memory, which leaves registers to the rest.
@@ -106,8 +106,7 @@ def _tile_candidates(problem: Problem, facts: DeviceFacts, rows: int) -> tuple[T
     rope_in_values = quantised and problem.d_qk == problem.d_v
     first: tuple[Tiles, ...] = ()
     if facts.capability[0] == 9:
-        wide = quantised or problem.extra is not None
-        first = (_HOPPER_ROPE_IN_VALUES if rope_in_values else _HOPPER_TILES[64 if wide else size],)
+        first = (_HOPPER_ROPE_IN_VALUES if rope_in_values else _HOPPER_TILES[64 if quantised else size],)
     elif facts.capability[0] == 10:
         first = _BLACKWELL_TILES[size]
     return first + _OTHER_TILES[size][quantised + rope_in_values]
@@ -178,10 +177,7 @@ def _one_page(problem: Problem, tiles: Tiles, unit: int) -> bool:
 
 
 def _row_alignment(problem: Problem) -> int:
-    """Bytes that the addresses of all rows are known to be a multiple of; front ends see to it that quantised caches start
-    at a multiple of 16."""
-    if not problem.cache.format.quantised:
-        return 2
+    """What the offsets of all rows are known to be multiples of, in elements of the cache; at most 16."""
     specs = [spec for spec in (problem.cache, problem.extra) if spec is not None]
     return gcd(16, *(spec.page_stride for spec in specs), *(spec.token_stride for spec in specs))
 

@@ -105,31 +105,38 @@ class Unrolled:
         self._options = options
         self._scale = np.float32(shared["q"].shape[-1] ** -0.5)
 
-    def compile(self, rounds: int) -> tuple[Callable[..., Any], tuple]:
-        """The compiled function of `rounds` times all copies, and its arguments; it returns [(out, lse), ...]."""
+    def compile(self, rounds: int, first_values: bool = False) -> tuple[Callable[..., Any], tuple]:
+        """The compiled function of `rounds` times all copies, and its arguments.
+
+        It returns [(out, lse), ...], or the first value of each `out` alone: results that are used up on the device and that
+        nobody gets, as those of the calls in a CUDA graph are.  Of every array that a function returns the host makes one.
+        """
         import jax
         import jax.numpy as jnp
 
-        def unrolled(shared: dict[str, Any], rotated: list[dict[str, Any]], scales: list[Any]) -> list[Any]:
-            return [
+        def unrolled(shared: dict[str, Any], rotated: list[dict[str, Any]], scales: list[Any]) -> Any:
+            results = [
                 self._decode(**shared, **rotated[i % len(rotated)], softmax_scale=scale, **self._options)
                 for i, scale in enumerate(scales)
             ]
+            return jnp.stack([out[(0,) * out.ndim] for out, _ in results]) if first_values else results
 
         scales = [jnp.asarray(self._scale) for _ in range(rounds * len(self._rotated))]
         arguments = (self._shared, self._rotated, scales)
         return jax.jit(unrolled).lower(*arguments).compile(), arguments
 
     def sampler(self, seconds: float) -> tuple[Sampler, list[Any]]:
-        """The sampler, and the results of the first call of each copy."""
+        """The sampler, and the results of a call of each copy."""
         import jax
 
         copies = len(self._rotated)
         target = JAX_SAMPLE_SECONDS / JAX_REPETITIONS
         count, repetitions = calls_per_sample(seconds, copies, target, MAX_UNROLLED_CALLS)
         repetitions *= JAX_REPETITIONS
-        run, arguments = self.compile(count // copies)
-        results = jax.block_until_ready(run(*arguments))[:copies]
+        once, arguments = self.compile(1)
+        results = jax.block_until_ready(once(*arguments))
+        run, arguments = self.compile(count // copies, first_values=True)
+        jax.block_until_ready(run(*arguments))
 
         def elapsed(executions: int) -> float:
             begin = time.perf_counter()

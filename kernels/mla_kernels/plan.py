@@ -252,7 +252,8 @@ def plan_decode(problem: Problem, facts: DeviceFacts, overrides: dict[str, int] 
             "ONE_PAGE": _one_page(problem, tiles, work.unit),
             # A sum across warps in every block costs more than a tile of sums, while registers last.
             "LATE_SUM": tiles.block_h <= 32,
-            "QK_APART": _wgmma(tiles, facts),
+            # The interpreter takes the same way, to have it tested.
+            "QK_APART": _wgmma(tiles, facts) or (facts.interpreted and tiles.block_h >= 64),
             "ROW_TILES": row_tiles,
             "BLOCK_H": tiles.block_h,
             "BLOCK_N": tiles.block_n,

@@ -80,7 +80,8 @@ _HOPPER_ROPE_IN_VALUES = Tiles(64, 64, 8, 3)  # with two stages 1 % faster, but 
 # Compute capability 10 multiplies tiles of 64 rows in tensor memory, which leaves registers to the rest.
 _BLACKWELL_TILES = {16: (), 32: (), 64: (Tiles(64, 32, 8, 3),)}
 # For plain caches, for quantised ones, and for quantised ones whose values end in the RoPE part: merging it takes registers,
-# and mma.sync spills in the inner loop with more than 16 rows.  Chosen by what compiles without spilling, not measured.
+# and mma.sync spills in the inner loop with more than 16 rows.  Chosen by what compiles without spilling, not measured; with
+# fewer than 64 keys a block Triton gives some of the scores' products to several warps.
 _OTHER_TILES = {
     16: (
         (Tiles(16, 32, 8, 3), Tiles(16, 16, 4, 1)),
@@ -88,12 +89,12 @@ _OTHER_TILES = {
         (Tiles(16, 32, 8, 3), Tiles(16, 16, 8, 3), Tiles(16, 16, 4, 1)),
     ),
     32: (
-        (Tiles(32, 32, 8, 2), Tiles(32, 16, 8, 1), Tiles(16, 16, 4, 1)),
+        (Tiles(32, 64, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 16, 8, 1), Tiles(16, 16, 4, 1)),
         (Tiles(32, 32, 8, 2), Tiles(16, 16, 8, 3), Tiles(16, 16, 4, 1)),
         (Tiles(16, 32, 8, 3), Tiles(16, 16, 8, 3), Tiles(16, 16, 4, 1)),
     ),
     64: (
-        (Tiles(64, 32, 8, 3), Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 16, 8, 1), Tiles(16, 16, 4, 1)),
+        (Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 3), Tiles(32, 32, 8, 2), Tiles(32, 16, 8, 1), Tiles(16, 16, 4, 1)),
         (Tiles(32, 32, 8, 2), Tiles(16, 16, 8, 3), Tiles(16, 16, 4, 1)),
         (Tiles(16, 32, 8, 3), Tiles(16, 16, 8, 3), Tiles(16, 16, 4, 1)),
     ),
@@ -126,9 +127,7 @@ def _shared_memory(tiles: Tiles, problem: Problem, geometry: Geometry, facts: De
         keys = tiles.block_n * (width * (1 if wgmma else 2) + problem.cache.format.token_bytes * ahead)
     else:  # wgmma still reads a block while the next one is awaited
         keys = tiles.block_n * width * (ahead + wgmma)
-    # Compiled for mma.sync, a choice between two plain caches was seen to take up to 26 KiB more.
-    choice = 32_768 if problem.extra is not None and not problem.cache.format.quantised and facts.capability[0] != 9 else 0
-    return tiles.block_h * width + keys + choice + 8192
+    return tiles.block_h * width + keys + 9216
 
 
 def choose_tiles(problem: Problem, facts: DeviceFacts, overrides: dict[str, int] | None = None) -> Tiles:

@@ -308,7 +308,6 @@ def test_grid_schedule_and_scratch(batch, h_q, s_q, facts):
     assert plan.launches[0] is attend  # each program makes the schedule for itself
     slots = num_slots(programs, batch) if programs > 1 else 0
     assert slots <= programs + batch
-    assert plan.details["scratch_bytes"] == slots * rows * (2 * 512 + 16)
     if slots:
         assert plan.buffers["partial_out"].shape == (slots * rows, 512)
         assert plan.buffers["partial_lse"].shape == (slots * rows, 2, 2)  # log-sum-exp and scale of each half

@@ -262,10 +262,8 @@ class Work:
 
     def details(self) -> dict[str, Any]:
         """For `explain`."""
-        row_bytes = 2 * self.problem.d_v + 16 if self.compact else 4 * self.problem.d_v + 4
         return {
             "items": self.geometry.items,
             "programs": self.programs,
             "num_splits": self.num_splits or self.even or "made on the device",
-            "scratch_bytes": self.slots * self.all_rows * row_bytes,
         }

@@ -29,7 +29,7 @@ echo "making $venv with $python"
 rm -rf "$venv"
 "$python" -m venv "$venv"
 install() {
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@"
+    "$venv/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check "$@"
 }
 install -c "$constraints" --upgrade pip
 if [ "$gpu" = yes ]; then

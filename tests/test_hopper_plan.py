@@ -15,7 +15,7 @@ import pytest
 from mla_kernels.choose import choose
 from mla_kernels.device import INTERPRETER, KNOWN_DEVICES
 from mla_kernels.hopper import plan as hopper
-from mla_kernels.launch import TileDescriptor
+from mla_kernels.launch import Buffer, TileDescriptor
 from mla_kernels.plan import plan_decode
 from mla_kernels.plan import refusals as portable_refusals
 from mla_kernels.problem import INT32_MAX, Problem, TensorSpec, make_problem
@@ -309,8 +309,9 @@ def test_grid_schedule_and_scratch(batch, h_q, s_q, facts):
     slots = num_slots(programs, batch) if programs > 1 else 0
     assert slots <= programs + batch
     if slots:
-        assert plan.buffers["partial_out"].shape == (slots * rows, 512)
-        assert plan.buffers["partial_lse"].shape == (slots * rows, 2, 2)  # log-sum-exp and scale of each half
+        # The log-sum-exp and the scale of each half: 2 * 512 + 16 bytes a row in all.
+        assert plan.buffers["partial_out"] == Buffer((slots * rows, 512), "float16")
+        assert plan.buffers["partial_lse"] == Buffer((slots * rows, 2, 2), "float32")
         assert combine.name == "combine_kernel"
         assert combine.inputs[0] == attend.outputs[-1] == "schedule"
         assert combine.scalars[:2] == (0, batch)

@@ -312,7 +312,8 @@ def attend_kernel(
             tl.store(partial_lse_ptr + part, tl.where(empty, float("-inf"), lse), mask=row_ok)
         else:
             if HAS_SINK:
-                sink = tl.load(sink_ptr + head, mask=row_ok, other=0.0)
+                # Plus zero, which the compiler does not know: it would keep the places of sinks in registers over both loops.
+                sink = tl.load(sink_ptr + (head + (item >> 31)), mask=row_ok, other=0.0)
                 acc = acc * tl.where(empty, 0.0, sink_factor(lse, sink))[:, None]
             out_row = request * OUT_STRIDE_B + query.to(tl.int64) * OUT_STRIDE_S + head.to(tl.int64) * OUT_STRIDE_H
             tl.store(out_ptr + out_row[:, None] + col_c[None, :], acc.to(out_ptr.dtype.element_ty), mask=out_mask)

@@ -77,6 +77,16 @@ def check_spills(result: Compiled, most: int = 0) -> None:
         assert not [text for text in products[0] if "STL" in text or "LDL" in text]
 
 
+def check_queries(result: Compiled) -> None:
+    """Queries are moved to shared memory once an item, not once a block of keys."""
+    ttgir = result.binary.asm["ttgir"]
+    inner = ttgir[ttgir.rindex("scf.for") :]
+    queries = r"%q_c\S* = ttg.local_alloc %q_c"
+    assert "dot" in inner or "tc_gen5_mma" in inner
+    assert re.search(queries, ttgir)
+    assert not re.search(queries, inner)
+
+
 @compiled(hopper())
 def test_hopper(case):
     result = check(case)
@@ -88,6 +98,8 @@ def test_hopper(case):
         assert products == (constants["BLOCK_C"] + 2 * constants["BLOCK_R"]) // 16
     if cuobjdump() is not None:
         assert any("HGMMA" in text for _, text in instructions(result.cubin)) == wgmma
+    if case.launch.name == "attend_kernel":
+        check_queries(result)
     check_spills(result)
 
 
@@ -105,4 +117,7 @@ def test_the_other_gpus_get_every_pair_of_device_and_factors():
 
 @compiled(others())
 def test_other_gpus(case):
-    check_spills(check(case))
+    result = check(case)
+    if case.launch.name == "attend_kernel":
+        check_queries(result)
+    check_spills(result)

@@ -145,6 +145,7 @@ def attend_kernel(
     ONE_PAGE: tl.constexpr,
     LATE_SUM: tl.constexpr,
     QK_APART: tl.constexpr,
+    HOIST_QUERIES: tl.constexpr,
     ROW_TILES: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -170,7 +171,8 @@ def attend_kernel(
         last_item = tl.load(work + 1)
 
     # Nothing is hoisted out of the loops, and the schedule is read again where it is needed: a tile of 64 rows takes all
-    # registers, and what is kept across the inner loop is spilled.
+    # registers, and what is kept across the inner loop is spilled.  But for mma.sync Triton moves the queries to shared memory
+    # just before their product, and 3.9 leaves that in the inner loop unless it may hoist.
     for item in tl.range(first_item, last_item + 1, disable_licm=True):
         length, extra_length = item_lengths(
             item, item >= 0, lengths_ptr, extra_lengths_ptr, max_tokens, extra_tokens,
@@ -224,7 +226,7 @@ def attend_kernel(
             extra_hi = tl.minimum(tl.maximum(hi_unit - main_units, 0) * UNIT, extra_length)
             blocks += (extra_hi - extra_lo + BLOCK_N - 1) // BLOCK_N
 
-        for block in tl.range(0, blocks, disable_licm=True):
+        for block in tl.range(0, blocks, disable_licm=not HOIST_QUERIES):
             # Where the keys of this block lie is all that dense, sparse and extra keys differ in.
             start = lo + block * BLOCK_N
             end = hi

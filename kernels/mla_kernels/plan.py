@@ -118,6 +118,11 @@ def _wgmma(tiles: Tiles, facts: DeviceFacts) -> bool:
     return facts.capability[0] == 9 and tiles.block_h >= 64
 
 
+def _mma_sync(tiles: Tiles, facts: DeviceFacts) -> bool:
+    """Whether Triton multiplies by single warps, which read both factors into registers."""
+    return facts.capability[0] not in (9, 10) or tiles.block_h < 64
+
+
 def _shared_memory(tiles: Tiles, problem: Problem, geometry: Geometry, facts: DeviceFacts) -> int:
     """An upper estimate of a program's shared memory in bytes: q, the blocks of keys in flight or in use, and P."""
     width = 2 * (geometry.block_c + geometry.block_r)
@@ -253,6 +258,7 @@ def plan_decode(problem: Problem, facts: DeviceFacts, overrides: dict[str, int] 
             "LATE_SUM": tiles.block_h <= 32,
             # The interpreter takes the same way, to have it tested.
             "QK_APART": _wgmma(tiles, facts) or (facts.interpreted and tiles.block_h >= 64),
+            "HOIST_QUERIES": _mma_sync(tiles, facts),
             "ROW_TILES": row_tiles,
             "BLOCK_H": tiles.block_h,
             "BLOCK_N": tiles.block_n,

@@ -97,7 +97,8 @@ def interleaved(page_size: int, d_qk: int = 576, step: int = 2) -> tuple[int, ..
 def served(spec: ArgSpec) -> bool:
     """Whether the Hopper path serves a spec with the strides that PyTorch's arrays have."""
     # Views of q lie in a larger array, queries first: rows at equal distances only along one dimension.
-    rows = not spec.views or sum(extent > 1 for extent in (spec.batch, spec.s_q, spec.h_q)) < 2
+    many = (spec.batch > 1 or spec.num_splits is not None, spec.s_q > 1, spec.h_q > 1)
+    rows = not spec.views or sum(many) < 2
     if spec.sparse:  # skewed pages do not lie at multiples of 16 bytes
         return rows and spec.format in ("v32_fp8", "model1_fp8") and spec.layout != "skewed"
     pages = spec.page_size in (16, 32) or spec.page_size % 64 == 0

@@ -79,6 +79,12 @@ REFUSED: dict[str, tuple[Any, Any, str, str]] = {  # call, device, argument, wha
     "one-row-for-all-heads": ({"batch": 1, "h_q": 16, "q_strides": (576, 576, 0, 1)}, H200, "q", r"\[576, 576, 0\]"),
     "rows-that-overlap": ({"q_strides": (128 * 8, 128 * 8, 8, 1)}, H200, "q", "strides"),
     "requests-apart": ({"q_strides": (129 * 576, 129 * 576, 576, 1)}, H200, "q", "equal distances"),
+    "one-request-apart": (
+        {"batch": 1, "num_splits": 4, "q_strides": (129 * 576, 129 * 576, 576, 1)},
+        H200,
+        "q",
+        "equal distances",
+    ),
     "queries-apart": ({"s_q": 2, "q_strides": (256 * 576, 64 * 576, 576, 1)}, H200, "q", "equal distances"),
     "queries-before-requests": ({"s_q": 2, "q_strides": (128 * 576, 512 * 576, 576, 1)}, H200, "q", "equal distances"),
     "tokens-at-odd-strides": ({"cache_strides": (64 * 580, 580, 580, 1)}, H200, "kv_cache", "580"),

@@ -250,6 +250,7 @@ def test_empty_calls(framework: str) -> None:
         {"indices": np.array([[[0, -1, 3]], [[7, 7, 7]]], np.int32)},
         {"block_table": np.zeros((2, 0), np.int32), "cache_seqlens": np.array([3, 0], np.int32)},
         {"block_table": np.full((2, 3), -1, np.int32), "cache_seqlens": np.array([0, -4], np.int32)},
+        {"block_table": np.zeros((2, 3), np.int32), "cache_seqlens": np.array([3, 100], np.int32)},
     ):
         out, lse = run_numpy(framework, no_pages | table)
         assert not out.astype(np.float32).any()

@@ -104,6 +104,8 @@ class Problem:
     @property
     def max_tokens(self) -> int:
         """The largest number of keys that a length may name in the first scope."""
+        if not self.sparse and self.cache.num_pages == 0:
+            return 0  # whatever a block table says
         return min(self.width * (1 if self.sparse else self.cache.page_size), INT32_MAX)
 
     def flops(self, keys: int) -> int:

@@ -161,7 +161,7 @@ class Work:
     @property
     def listed(self) -> int:
         """Programs whose work stands in the schedule."""
-        return 0 if self.each_makes else self.launched
+        return 0 if self.each_makes or self.num_splits is not None else self.launched
 
     def output_constants(self) -> dict[str, Any]:
         """What the kernels that write results know of them."""

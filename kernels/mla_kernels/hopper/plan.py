@@ -56,20 +56,24 @@ def shared_memory(problem: Problem) -> int:
     return 2 * tiles + vectors + barriers_and_arguments
 
 
+def _q_axes(problem: Problem) -> tuple[tuple[int, int], ...]:
+    """Extent and stride of heads, queries and the batch."""
+    # With a number of splits a request gets the same kernel alone as in a batch.
+    batch = problem.batch if problem.num_splits is None else max(problem.batch, 2)
+    return tuple(zip((problem.h_q, problem.s_q, batch), reversed(problem.q_strides), strict=True))
+
+
 def _q_row_stride(problem: Problem) -> int:
     """Elements from row to row of q as a matrix [b * s_q * h_q, d_qk]."""
-    extents = (problem.h_q, problem.s_q, problem.batch)
-    strides = reversed(problem.q_strides)
-    return next((stride for extent, stride in zip(extents, strides, strict=True) if extent > 1), problem.d_qk)
+    return next((stride for extent, stride in _q_axes(problem) if extent > 1), problem.d_qk)
 
 
 def _query_refusals(problem: Problem) -> list[Refusal]:
     """TMA describes q as a matrix: rows at equal distances, all at multiples of 16 bytes."""
     row = _q_row_stride(problem)
-    extents = (problem.batch, problem.s_q, problem.h_q)
     expected = row
     flat = True
-    for extent, stride in zip(reversed(extents), reversed(problem.q_strides), strict=True):
+    for extent, stride in _q_axes(problem):
         flat = flat and (extent == 1 or stride == expected)
         expected *= extent
     if not flat or row % 8 or row < problem.d_qk:

@@ -99,6 +99,7 @@ def _prepare(
     page_size: int | tuple[int | None, int | None] | None,
     num_splits: int | None,
     implementation: str | tuple[str, ...] | None,
+    pair_types: tuple[type, ...] | None = None,  # of a pair as `page_size`: a part of the key
 ) -> _Prepared:
     given: dict[str, Any] = {name: full_spec(spec) for name, spec in zip(_TENSORS, specs, strict=True) if spec is not None}
     problem = make_problem(
@@ -132,7 +133,7 @@ def _prepare(
     return _Prepared(problem, name, {name: found for name, found in refused.items() if found}, facts, program)
 
 
-# typed: 1 must not find what True left.
+# typed: 1 must not find what True left.  That looks at arguments and not into a pair, whose types are therefore one.
 _prepare_cached = functools.lru_cache(maxsize=CALLS_KEPT, typed=True)(_prepare)
 
 
@@ -148,8 +149,10 @@ def _check_call(
     device = tensors["q"].device
     if isinstance(implementation, list):
         implementation = tuple(implementation)
+    page_size = options[3]
+    pair_types = tuple(map(type, page_size)) if isinstance(page_size, tuple) else None
     try:
-        prepared = _prepare_cached(device, specs, *options, implementation)
+        prepared = _prepare_cached(device, specs, *options, implementation, pair_types)
     except TypeError:  # an option that has no hash: most likely wrong, and then named by the checks
         prepared = _prepare(device, specs, *options, implementation)
     problem = prepared.problem

@@ -156,6 +156,9 @@ def test_a_kept_call_does_not_let_a_wrong_one_pass(monkeypatch):
         mla_torch.decode(**dense(), num_splits=True, causal=True)
     with pytest.raises(ValueError, match=r"^causal: "):
         mla_torch.decode(**dense(), num_splits=1, causal=1)
+    mla_torch.decode(**dense(), page_size=(16, None))
+    with pytest.raises(ValueError, match=r"^page_size: "):
+        mla_torch.decode(**dense(), page_size=(16.0, None))
 
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])

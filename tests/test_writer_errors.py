@@ -224,6 +224,12 @@ class TestTorch:
         with pytest.raises(ValueError, match=r"^kv_cache: expected page and token strides that are multiples of 4 bytes"):
             self.append(kv_cache=memory.as_strided((4, 16, 1, 656), (16 * 656 + 2, 656, 656, 1)))
 
+    @pytest.mark.parametrize(("name", "good", "wrong"), [("power_of_two_scales", False, 0), ("page_size", 16, 16.0)])
+    def test_a_kept_call_does_not_let_a_wrong_one_pass(self, name: str, good: Any, wrong: Any) -> None:
+        self.append(**{name: good})
+        with pytest.raises(ValueError, match=rf"^{name}: "):
+            self.append(**{name: wrong})
+
     def test_nothing_is_written_by_a_call_that_is_refused(self) -> None:
         import torch
 

@@ -18,7 +18,7 @@ from mla_kernels.problem import Problem, make_problem
 
 from . import launcher
 from .reference import decode_reference
-from .tensors import GRADIENT, Spec, as_bytes, check_tensors, full_spec
+from .tensors import Spec, as_bytes, check_scale, check_tensors, full_spec, refuse_transform, transform_level
 
 CALLS_KEPT = 4096
 _ALIGNED = ("q", "kv_cache", "extra_kv_cache")  # whose addresses decide which kernels may run
@@ -145,6 +145,8 @@ def _check_call(
     Returns:
       The prepared call and its scale.
     """
+    if transform_level() is not None:
+        refuse_transform("decode", {**tensors, "softmax_scale": softmax_scale})
     specs = check_tensors("decode", tensors, needed=("q", "kv_cache"), aligned=_ALIGNED)
     device = tensors["q"].device
     if isinstance(implementation, list):
@@ -159,9 +161,7 @@ def _check_call(
     if softmax_scale is None:
         scale: float | torch.Tensor = problem.d_qk**-0.5
     else:
-        if isinstance(softmax_scale, torch.Tensor) and softmax_scale.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"softmax_scale: {GRADIENT.format('decode')}")
-        scale = launcher.check_scale(softmax_scale, device)
+        scale = check_scale("decode", softmax_scale, device)
     if problem.cache.format.quantised:
         tensors["kv_cache"] = as_bytes("kv_cache", tensors["kv_cache"])
         if problem.extra is not None:

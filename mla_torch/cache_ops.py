@@ -17,7 +17,7 @@ from mla_kernels.launch import INTERPRETER_LOCK, Refusal
 
 from . import launcher
 from .cache_reference import append_reference, copy_pages_reference, read_reference
-from .tensors import as_bytes, check_tensors, dtype_name, full_spec
+from .tensors import as_bytes, check_tensors, dtype_name, full_spec, refuse_transform, transform_level
 
 CALLS_KEPT = 4096
 IMPLEMENTATIONS = ("triton", "reference")
@@ -91,6 +91,8 @@ _prepare_cached = functools.lru_cache(maxsize=CALLS_KEPT, typed=True)(_prepare)
 
 def _check(function: str, tensors: dict[str, Any], options: dict[str, Any], implementation: Any) -> _Prepared:
     """Everything that comes before a launch; makes bytes of a quantised cache in `tensors`."""
+    if transform_level() is not None:
+        refuse_transform(function, tensors)
     needed = [name for name in tensors if name != "rope"]
     specs = check_tensors(function, tensors, needed)
     device = tensors["kv_cache"].device

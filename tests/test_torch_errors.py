@@ -5,6 +5,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch.autograd import forward_ad
+
 import mla_torch
 from mla_kernels.device import INTERPRETER
 from mla_torch import launcher
@@ -58,6 +60,39 @@ def test_tensors_that_require_a_gradient_are_refused(name):
         with torch.no_grad():
             out, _ = mla_torch.decode(**call)
         assert not out.requires_grad
+
+
+@pytest.mark.parametrize("name", ["q", "kv_cache", "extra_kv_cache", "attn_sink", "softmax_scale", "out"])
+def test_tensors_with_a_tangent_are_refused(name):
+    call = everything_sparse() | {"softmax_scale": torch.tensor(0.1)}
+    with forward_ad.dual_level():
+        mla_torch.decode(**call)
+        call[name] = forward_ad.make_dual(call[name], torch.ones_like(call[name]))
+        for _ in range(2):
+            with pytest.raises(ValueError, match=rf"^{name}: has a tangent, which decode would lose: detach it"):
+                mla_torch.decode(**call)
+        mla_torch.decode(**call | {name: call[name].detach()})
+
+
+TRANSFORMS = {
+    "grad": lambda f, x: torch.func.grad(f)(x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "vmap": lambda f, x: torch.func.vmap(f)(torch.stack([x, x])),
+}
+
+
+@pytest.mark.parametrize("function", [mla_torch.decode, mla_torch.explain], ids=["decode", "explain"])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("name", ["q", "attn_sink", "softmax_scale", None])
+def test_transforms_of_torch_func_are_refused(name, transform, function):
+    def transformed(x):
+        changed = {} if name is None else {name: x * call[name]}
+        function(**call | changed)
+
+    call = everything_sparse() | {"softmax_scale": torch.tensor(0.1)}
+    expected = f"^{name}: belongs to a tr" if name else "^decode: does not run in a tr"
+    with pytest.raises(ValueError, match=rf"{expected}ansform of torch.func .* call it outside"):
+        TRANSFORMS[transform](transformed, torch.tensor(1.0))
 
 
 WRONG = {

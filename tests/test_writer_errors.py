@@ -196,6 +196,19 @@ class TestTorch:
         with torch.no_grad():
             self.append("bf16", **{name: tensor})
 
+    def test_tangents_and_transforms_are_refused_in_words(self) -> None:
+        import torch
+        from torch.autograd import forward_ad
+
+        latent = converted("torch", call())["latent"]
+        with forward_ad.dual_level():
+            with pytest.raises(ValueError, match=r"^latent: has a tangent, which append would lose"):
+                self.append(latent=forward_ad.make_dual(latent, latent))
+        with pytest.raises(ValueError, match=r"^latent: belongs to a transform of torch.func"):
+            torch.func.vmap(lambda latent: self.append(latent=latent))(torch.stack([latent, latent]))
+        with pytest.raises(ValueError, match=r"^append: does not run in a transform of torch.func"):
+            torch.func.vmap(lambda _: self.append())(torch.zeros(2))
+
     @pytest.mark.parametrize("name", ["latent", "rope", "slots"])
     def test_innermost_strides(self, name: str) -> None:
         import torch

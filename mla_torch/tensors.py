@@ -29,6 +29,17 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def float_dtype(dtype: Any, allowed: Sequence[str]) -> torch.dtype:
+    """`dtype`, an argument of this name.
+
+    Raises:
+      ValueError: it is none of those `allowed`.
+    """
+    if not isinstance(dtype, torch.dtype) or dtype_name(dtype) not in allowed:
+        raise ValueError(f"dtype: expected {' or '.join(f'torch.{name}' for name in allowed)}, got {dtype!r}")
+    return dtype
+
+
 def full_spec(spec: Spec) -> TensorSpec:
     dtype, shape, strides, aligned = spec
     return TensorSpec(tuple(shape), dtype_name(dtype), tuple(strides), aligned)

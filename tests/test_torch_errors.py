@@ -145,6 +145,7 @@ WRONG = {
     "causal-type": (lambda: dense() | {"causal": 1}, ValueError, "^causal: expected a bool"),
     "causal-sparse": (lambda: sparse() | {"causal": True}, ValueError, "^causal: "),
     "format-unknown": (lambda: dense() | {"cache_format": "fp4"}, ValueError, "^cache_format: expected one of"),
+    "format-list": (lambda: dense() | {"cache_format": ["bf16"]}, ValueError, "^cache_format: expected one of"),
     "format-reserved": (lambda: dense() | {"cache_format": "v41_fp8"}, NotImplementedError, "^cache_format: 'v41_fp8'"),
     "page_size": (lambda: dense() | {"page_size": 32}, ValueError, "^page_size: "),
     "page_size-list": (lambda: dense() | {"page_size": [16]}, ValueError, "^page_size: "),

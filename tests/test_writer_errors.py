@@ -61,6 +61,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
     ),
     "reserved": ("v32_fp8", {"cache_format": "v41_fp8"}, NotImplementedError, "^cache_format: 'v41_fp8' is reserved"),
     "format": ("v32_fp8", {"cache_format": "v33"}, ValueError, "^cache_format: expected one of"),
+    "format-list": ("v32_fp8", {"cache_format": ["v32_fp8"]}, ValueError, "^cache_format: expected one of"),
     "other-format": ("v32_fp8", {"cache_format": "model1_fp8"}, ValueError, "^kv_cache: expected bytes of shape"),
     "page-size": ("v32_fp8", {"page_size": 8}, ValueError, "^page_size: expected 16, as kv_cache has, got 8"),
     "page-size-zero": ("v32_fp8", {"page_size": 0}, ValueError, "^page_size: expected a positive int, got 0"),

@@ -1,4 +1,4 @@
-"""What one call of `append`, `read`, `copy_pages` or `token_slots` is, checked before anything is launched."""
+"""What one call of a function that is not `decode` is, checked before anything is launched."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from .problem import (
 )
 
 VALUE_DTYPES = ("bfloat16", "float16", "float32")
+DEQUANTISED_DTYPES = (*VALUE_DTYPES, "float64")
 INDEX_DTYPES = ("int32", "int64")
 
 
@@ -224,6 +225,40 @@ def make_copy_pages(
     n = _index_vector("source_pages", source_pages)
     _index_vector("target_pages", target_pages, n)
     return CopyPages(cache, n, cache.format.token_bytes or d_qk, (source_pages.dtype, target_pages.dtype))
+
+
+def _quantised(cache_format: str) -> CacheFormat:
+    fmt = get_format(cache_format)
+    expect(fmt.quantised, "cache_format", "a quantised format", repr(cache_format))
+    return fmt
+
+
+def check_quantize(
+    kv_cache: TensorSpec, cache_format: str, power_of_two_scales: bool | None = None
+) -> tuple[CacheFormat, bool]:
+    """Checks a call of `quantize_cache`.
+
+    Returns:
+      The format, and whether scales are powers of two.
+
+    Raises:
+      ValueError: a wrong shape, dtype or combination; the message names the argument.
+      NotImplementedError: a format that is reserved.
+    """
+    fmt = _quantised(cache_format)
+    expect(kv_cache.dtype in VALUE_DTYPES, "kv_cache", f"{', '.join(VALUE_DTYPES[:-1])} or {VALUE_DTYPES[-1]}", kv_cache)
+    ok = len(kv_cache.shape) == 4 and kv_cache.shape[2:] == (1, fmt.d_qk) and kv_cache.shape[1] > 0
+    expect(ok, "kv_cache", f"shape [pages, page_size, 1, {fmt.d_qk}] for {fmt.name}", kv_cache)
+    return fmt, power_of_two(fmt, power_of_two_scales)
+
+
+def check_dequantize(kv_cache: TensorSpec, cache_format: str, page_size: int | None = None) -> CacheSpec:
+    """Checks a call of `dequantize_cache`, but for its dtype.
+
+    Raises:
+      ValueError, NotImplementedError: as `check_quantize`.
+    """
+    return _cache(kv_cache, _quantised(cache_format).name, page_size)[0]
 
 
 def check_token_slots(block_table: TensorSpec, positions: TensorSpec, page_size: int) -> int:

@@ -218,7 +218,8 @@ def decode(
 
     Runs on the device of `q` (which need not be the current one), on its current stream, and never waits for the device, so
     it can be captured in a CUDA graph (the reference, which a GPU user only gets by asking for it, does wait).  The cache
-    is never copied; every stride is honoured as long as the innermost one is 1.
+    is never copied; every stride is honoured as long as the innermost one is 1, and in a quantised cache those of pages and
+    tokens are multiples of 4 bytes, the latter 584 in a `model1_fp8` one [pages, page_size, 1, 584].
 
     A number as `softmax_scale` is kept on the device per stream.  One that is first seen during a graph capture becomes part
     of the graph, a fill of a few bytes in each replay; warm up on the capturing stream, or pass a tensor, to avoid that.

@@ -159,6 +159,16 @@ WRONG = {
         ValueError,
         "^out: ",
     ),
+    "out-overlapping": (
+        lambda: dense() | {"out": torch.zeros(600, dtype=torch.bfloat16).as_strided((2, 1, 4, 512), (16, 16, 8, 1))},
+        ValueError,
+        r"^out: expected every element at an address of its own, got strides \[16, 16, 8, 1\]",
+    ),
+    "v32-pages-of-bytes": (
+        lambda: dense() | {"kv_cache": torch.zeros(6, 16 * 656, dtype=torch.uint8)},
+        ValueError,
+        r"^kv_cache: expected bytes of shape \[pages, page_size, 1, bytes of a token\], or .* with page_size=, got uint8",
+    ),
     "fp16-queries": (
         lambda: sparse("v32_fp8") | {"q": sparse()["q"].half()},
         NotImplementedError,

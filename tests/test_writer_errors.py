@@ -223,6 +223,8 @@ class TestTorch:
         cache = converted("torch", call())["kv_cache"]
         with pytest.raises(ValueError, match=r"^kv_cache: expected every token at an address of its own, got strides"):
             self.append(kv_cache=cache[:1].expand(4, -1, -1, -1))
+        with pytest.raises(ValueError, match=r"^kv_cache: expected every token at an address of its own, got strides"):
+            self.append(kv_cache=cache.as_strided(cache.shape, (656, 656, 656, 1)))
 
     def test_bytes_out_of_alignment(self) -> None:
         import torch

@@ -12,6 +12,7 @@ from .problem import (
     cache_spec,
     expect,
     expect_dense_rows,
+    expect_distinct,
     infer_format,
     positive_int,
 )
@@ -103,12 +104,6 @@ def _cache(spec: TensorSpec, cache_format: str | None, page_size: int | None) ->
     return cache, width
 
 
-def _expect_distinct(spec: TensorSpec) -> None:
-    """That no two elements of what is written share memory because of a stride of 0."""
-    repeated = any(size > 1 and stride == 0 for size, stride in zip(spec.shape, spec.strides, strict=True))
-    expect(not repeated, "kv_cache", "every token at an address of its own", f"strides {list(spec.strides)}")
-
-
 def _index_vector(argument: str, spec: TensorSpec, n: int | None = None) -> int:
     """The number of entries of a list of slots or pages."""
     shape = "[n]" if n is None else f"[n={n}]"
@@ -143,7 +138,7 @@ def make_append(
       NotImplementedError: a meaningful call that this version does not support.
     """
     cache, d_qk = _cache(kv_cache, cache_format, page_size)
-    _expect_distinct(kv_cache)
+    expect_distinct("kv_cache", "token", kv_cache)
     fmt = cache.format
     n = latent.shape[0] if latent.shape else None
     if fmt.quantised:
@@ -221,7 +216,7 @@ def make_copy_pages(
       ValueError, NotImplementedError: as `make_append`.
     """
     cache, d_qk = _cache(kv_cache, cache_format, page_size)
-    _expect_distinct(kv_cache)
+    expect_distinct("kv_cache", "token", kv_cache)
     n = _index_vector("source_pages", source_pages)
     _index_vector("target_pages", target_pages, n)
     return CopyPages(cache, n, cache.format.token_bytes or d_qk, (source_pages.dtype, target_pages.dtype))

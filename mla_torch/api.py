@@ -151,10 +151,9 @@ def _check_call(
     device = tensors["q"].device
     if isinstance(implementation, list):
         implementation = tuple(implementation)
-    page_size = options[3]
-    pair_types = tuple(map(type, page_size)) if isinstance(page_size, tuple) else None
+    more = (tuple(map(type, options[3])),) if isinstance(options[3], tuple) else ()
     try:
-        prepared = _prepare_cached(device, specs, *options, implementation, pair_types)
+        prepared = _prepare_cached(device, specs, *options, implementation, *more)
     except TypeError:  # an option that has no hash: most likely wrong, and then named by the checks
         prepared = _prepare(device, specs, *options, implementation)
     problem = prepared.problem

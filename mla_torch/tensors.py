@@ -52,16 +52,19 @@ def is_aligned(tensor: torch.Tensor) -> bool:
     return tensor.data_ptr() % ALIGNMENT == 0
 
 
-def _has_tangents() -> bool:
+def _refuse_gradient(function: str, name: str) -> None:
+    raise ValueError(f"{name}: requires a gradient; {function} is forward-only: detach it or call under torch.no_grad()")
+
+
+def _differentiates_forward() -> bool:
     """Whether a level of forward-mode differentiation is active: outside of one no tensor has a tangent."""
     return getattr(forward_ad, "_current_level", -1) >= 0
 
 
-def _refuse_derivative(function: str, name: str, tensor: torch.Tensor) -> None:
-    if torch.is_grad_enabled() and tensor.requires_grad:
-        raise ValueError(f"{name}: requires a gradient; {function} is forward-only: detach it or call under torch.no_grad()")
-    if _has_tangents() and forward_ad.unpack_dual(tensor).tangent is not None:
-        raise ValueError(f"{name}: has a tangent, which {function} would lose: detach it")
+def _refuse_tangents(function: str, tensors: Mapping[str, Any]) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise ValueError(f"{name}: has a tangent, which {function} would lose: detach it")
 
 
 def refuse_transform(function: str, tensors: Mapping[str, Any]) -> None:
@@ -84,7 +87,7 @@ def check_tensors(
       aligned: arguments whose alignment is asked for; it is taken for granted of others.
     """
     device = getattr(tensors[needed[0]], "device", None)
-    gradients, tangents = torch.is_grad_enabled(), _has_tangents()
+    refuse_gradients = torch.is_grad_enabled()
     specs: list[Spec | None] = []
     for name, tensor in tensors.items():
         if tensor is None and name not in needed:
@@ -94,11 +97,13 @@ def check_tensors(
             raise ValueError(f"{name}: expected a torch.Tensor, got {type(tensor).__module__}.{type(tensor).__qualname__}")
         if tensor.device != device:
             raise ValueError(f"{name}: expected device {device}, as {needed[0]} has, got {tensor.device}")
-        if tangents or (gradients and tensor.requires_grad):
-            _refuse_derivative(function, name, tensor)
+        if refuse_gradients and tensor.requires_grad:
+            _refuse_gradient(function, name)
         if tensor.layout is not torch.strided:
             raise ValueError(f"{name}: expected a strided tensor, got layout {tensor.layout}")
         specs.append((tensor.dtype, tensor.shape, tensor.stride(), name not in aligned or is_aligned(tensor)))
+    if _differentiates_forward():
+        _refuse_tangents(function, tensors)
     return tuple(specs)
 
 
@@ -115,7 +120,10 @@ def check_scale(function: str, value: Any, device: torch.device) -> float | torc
                 "softmax_scale: expected a number or a floating-point tensor of one element, "
                 f"got {dtype_name(value.dtype)} {list(value.shape)}"
             )
-        _refuse_derivative(function, "softmax_scale", value)
+        if value.requires_grad and torch.is_grad_enabled():
+            _refuse_gradient(function, "softmax_scale")
+        if _differentiates_forward():
+            _refuse_tangents(function, {"softmax_scale": value})
         if value.device == device:
             return value
         if value.device.type != "cpu":

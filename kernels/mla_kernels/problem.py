@@ -207,12 +207,8 @@ def cache_spec(
     if len(spec.shape) == 2 and fmt.scale_in_page:
         if page_size is None:
             raise ValueError(f"page_size: needed for a cache given as [pages, page_bytes], got {argument} {spec}")
-        expect(
-            spec.shape[1] >= page_size * fmt.token_bytes,
-            argument,
-            f"at least {page_size} * {fmt.token_bytes} bytes a page",
-            spec,
-        )
+        least = f"at least {page_size} * {fmt.token_bytes} bytes a page"
+        expect(spec.shape[1] >= page_size * fmt.token_bytes, argument, least, spec)
         size, page_stride, token_stride = page_size, spec.strides[0], fmt.row_bytes
     else:
         wanted = f"bytes of shape [pages, page_size, 1, {fmt.token_bytes}]"

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mla_kernels.choose import Explanation, requested
+from mla_kernels.choose import Explanation
 from mla_kernels.problem import Problem, make_problem
 
-from .choice import IMPLEMENTATIONS, Call, choose_for, falls_back, plan_for
+from .choice import Call, choose_for, make_call, plan_for
 from .device import current_facts
-from .specs import array_spec
+from .specs import array_spec, check_scale
 from .traced import PLAN_NAMES, Results, run
 
 
@@ -22,34 +22,15 @@ def _check(arrays: Mapping[str, Any], implementation: Any, options: Mapping[str,
     """The call, from shapes, dtypes and options alone."""
     specs = {name: array_spec(name, x, shapes_too) for name, x in arrays.items() if x is not None or name in ("q", "kv_cache")}
     problem = make_problem(**specs, **options)  # type: ignore[arg-type]
-    requested(implementation, tuple(IMPLEMENTATIONS))
-    if implementation is not None and not isinstance(implementation, str):
-        implementation = tuple(implementation)
-    call = Call(problem, implementation, current_facts())
+    call = make_call(problem, implementation, current_facts())
     choose_for(call)
     return call
 
 
 def _scale(value: Any, problem: Problem) -> Any:
     """`softmax_scale` as fp32 [1]."""
-    if value is None:
-        value = problem.d_qk**-0.5
-    if isinstance(value, (jax.Array, np.ndarray)):
-        if value.size != 1 or not jnp.issubdtype(value.dtype, jnp.floating):
-            raise ValueError(
-                "softmax_scale: expected a number or a floating-point array of one element, "
-                f"got {value.dtype} {list(value.shape)}"
-            )
-        return value.astype(jnp.float32).reshape(1)
-    try:
-        if isinstance(value, (bool, str, bytes)):
-            raise TypeError
-        number = float(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"softmax_scale: expected a number or an array of one element, got {value!r}") from None
-    if not abs(number) <= np.finfo(np.float32).max:
-        raise ValueError(f"softmax_scale: expected a finite number that float32 holds, got {number}")
-    return np.full(1, number, np.float32)
+    value = problem.d_qk**-0.5 if value is None else check_scale(value)
+    return value.astype(jnp.float32).reshape(1) if isinstance(value, jax.Array) else np.full(1, value, np.float32)
 
 
 def decode(
@@ -185,7 +166,8 @@ def explain(
         "num_splits": num_splits,
     }
     call = _check(arrays, implementation, options, shapes_too=True)
-    _scale(softmax_scale, call.problem)
+    if softmax_scale is not None:
+        check_scale(softmax_scale, shapes_too=True)
     name, refused = choose_for(call)
     plan = plan_for(call)
     compiled = plan is not None and not plan.facts.interpreted
@@ -195,5 +177,5 @@ def explain(
         refused=refused,
         facts=call.facts,
         plan=plan,
-        note="on CUDA, the reference on other platforms" if compiled and falls_back(call) else "",
+        note="on CUDA, the reference on other platforms" if compiled and call.falls_back else "",
     )

@@ -15,17 +15,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mla_kernels.formats import CacheFormat, get_format
-from mla_kernels.problem import CacheSpec, TensorSpec, cache_spec
+from mla_kernels.cache_problem import DEQUANTISED_DTYPES, check_dequantize, check_quantize
+from mla_kernels.formats import CacheFormat
+from mla_kernels.problem import CacheSpec
+
+from .specs import array_spec, float_dtype
 
 E4M3_MAX = 448.0
 E4M3_NAN = 0x7F
 MIN_SCALE_EXPONENT = -13  # ceil(log2(1e-4))
 MIN_SCALE = 2.0**-100  # of an unrounded scale: a zero tile divides by it
-
-
-def tensor_spec(x: Any) -> TensorSpec:
-    return TensorSpec(tuple(x.shape), x.dtype.name)
 
 
 def decode_e4m3(code: jax.Array) -> jax.Array:
@@ -101,7 +100,6 @@ def _byte_runs(pages: jax.Array, page: jax.Array, offset: jax.Array, size: int) 
     return jax.vmap(lambda p, o: lax.dynamic_slice(pages, (p, o), (1, size))[0])(page, offset)
 
 
-@partial(jax.jit, static_argnames=("cache_format", "power_of_two_scales"))
 def quantize_cache(kv_cache: jax.Array, cache_format: str, *, power_of_two_scales: bool | None = None) -> jax.Array:
     """Quantises a paged latent cache.
 
@@ -120,23 +118,18 @@ def quantize_cache(kv_cache: jax.Array, cache_format: str, *, power_of_two_scale
       to a multiple of 576 bytes (pass `page_size=` with it).
 
     Raises:
-      ValueError: a wrong shape, dtype or combination.
+      ValueError: a wrong type, shape, dtype or combination; the message names the argument.
       NotImplementedError: a format that is reserved but not built.
     """
-    fmt = _quantised_format(cache_format)
-    if power_of_two_scales is None:
-        power_of_two_scales = True
-    if not power_of_two_scales and fmt.scale_dtype != "float32":
-        raise ValueError(f"power_of_two_scales: a {fmt.name} cache has no other scales, got {power_of_two_scales!r}")
-    spec = tensor_spec(kv_cache)
-    if spec.dtype not in ("bfloat16", "float16", "float32"):
-        raise ValueError(f"kv_cache: expected bfloat16, float16 or float32, got {spec}")
-    if len(spec.shape) != 4 or spec.shape[2:] != (1, fmt.d_qk) or spec.shape[1] == 0:
-        raise ValueError(f"kv_cache: expected shape [pages, page_size, 1, {fmt.d_qk}] for {fmt.name}, got {spec}")
+    fmt, power_of_two = check_quantize(array_spec("kv_cache", kv_cache), cache_format, power_of_two_scales)
+    return _quantize(kv_cache, fmt, power_of_two)
 
-    pages, size = spec.shape[:2]
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _quantize(kv_cache: jax.Array, fmt: CacheFormat, power_of_two: bool) -> jax.Array:
+    pages, size = kv_cache.shape[:2]
     x = kv_cache[:, :, 0]
-    codes, scales, rope = encode_rows(x[..., : fmt.d_nope], x[..., fmt.d_nope :], fmt, power_of_two_scales)
+    codes, scales, rope = encode_rows(x[..., : fmt.d_nope], x[..., fmt.d_nope :], fmt, power_of_two)
     if not fmt.scale_in_page:
         return jnp.concatenate([codes, scales, rope], -1)[:, :, None]
     exponents = jnp.pad(scales, ((0, 0), (0, 0), (0, fmt.scale_bytes - fmt.num_scales)))
@@ -183,7 +176,6 @@ def _divide(x: jax.Array, y: jax.Array) -> jax.Array:
     return x / lax.optimization_barrier(jnp.broadcast_to(y, x.shape))
 
 
-@partial(jax.jit, static_argnames=("cache_format", "page_size", "dtype"))
 def dequantize_cache(
     kv_cache: jax.Array, cache_format: str, *, page_size: int | None = None, dtype: Any = jnp.bfloat16
 ) -> jax.Array:
@@ -194,28 +186,26 @@ def dequantize_cache(
         [pages, page_bytes].
       cache_format: `"v32_fp8"` or `"model1_fp8"`.
       page_size: tokens per page; needed for [pages, page_bytes].
-      dtype: of the result.  Value times scale is computed in fp32 (fp64 if that is `dtype`) and rounded once.
+      dtype: of the result: bf16, fp16, fp32, or fp64 where JAX has it enabled.  Value times scale is computed in fp32 (fp64 if
+        that is `dtype`) and rounded once.
 
     Returns:
       [pages, page_size, 1, d_qk].
 
     Raises:
-      ValueError: a wrong shape, dtype or combination.
+      ValueError: a wrong type, shape, dtype or combination; the message names the argument.
       NotImplementedError: a format that is reserved but not built.
     """
-    fmt = _quantised_format(cache_format)
-    assert fmt.d_qk is not None
-    spec, _ = cache_spec("kv_cache", tensor_spec(kv_cache), cache_format, page_size, fmt.d_qk, "bfloat16")
-    wide = jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
+    spec = check_dequantize(array_spec("kv_cache", kv_cache), cache_format, page_size)
+    return _dequantize(kv_cache, spec, float_dtype("dtype", dtype, DEQUANTISED_DTYPES))
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _dequantize(kv_cache: jax.Array, spec: CacheSpec, dtype: Any) -> jax.Array:
+    d_qk = spec.format.d_qk
+    assert d_qk is not None
     if spec.num_slots == 0:
-        return jnp.zeros((spec.num_pages, spec.page_size, 1, fmt.d_qk), dtype)
+        return jnp.zeros((spec.num_pages, spec.page_size, 1, d_qk), dtype)
     page, slot = jnp.divmod(jnp.arange(spec.num_slots, dtype=jnp.int32), spec.page_size)
-    rows = decode_rows(kv_cache, spec, page, slot, wide).astype(dtype)
-    return rows.reshape(spec.num_pages, spec.page_size, 1, fmt.d_qk)
-
-
-def _quantised_format(cache_format: str) -> CacheFormat:
-    fmt = get_format(cache_format)
-    if not fmt.quantised:
-        raise ValueError(f"cache_format: expected a quantised format, got {cache_format!r}")
-    return fmt
+    rows = decode_rows(kv_cache, spec, page, slot, jnp.float64 if dtype == jnp.float64 else jnp.float32)
+    return rows.astype(dtype).reshape(spec.num_pages, spec.page_size, 1, d_qk)

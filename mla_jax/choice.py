@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mla_kernels.choose import Refusals, choose, requested
@@ -63,23 +63,39 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 
 @dataclass(frozen=True)
 class Call:
-    """All about a call that is static; the key of its compiled form."""
+    """All about a call that is static; the key of its compiled form.
+
+    Attributes:
+      names: implementations that are tried in turn.
+      falls_back: a call that takes the kernels on CUDA takes the reference on other platforms.
+    """
 
     problem: Problem
-    implementation: str | tuple[str, ...] | None
+    names: tuple[str, ...]
+    falls_back: bool
     facts: DeviceFacts | None
+
+
+def make_call(problem: Problem, implementation: str | Sequence[str] | None, facts: DeviceFacts | None) -> Call:
+    """The same for all ways to ask for the same.
+
+    Raises:
+      ValueError: `implementation` is no name of one, and no sequence of names.
+    """
+    names = requested(implementation, tuple(IMPLEMENTATIONS))
+    falls_back = "reference" in names
+    if implementation is None:
+        names = tuple(name for name in names if IMPLEMENTATIONS[name].automatic(facts))
+    return Call(problem, names, falls_back, facts)
 
 
 @functools.lru_cache(maxsize=4096)
 def choose_for(call: Call) -> tuple[str, dict[str, Refusals]]:
     """The implementation of a call, and the refusals of all that refuse it."""
-    names = requested(call.implementation, tuple(IMPLEMENTATIONS))
-    if call.implementation is None:
-        names = tuple(name for name in names if IMPLEMENTATIONS[name].automatic(call.facts))
     if call.problem.empty:
-        return names[0], {}
+        return call.names[0], {}
     reasons = {name: entry.refusals(call.problem, call.facts) for name, entry in IMPLEMENTATIONS.items()}
-    return choose(names, reasons), {name: found for name, found in reasons.items() if found}
+    return choose(call.names, reasons), {name: found for name, found in reasons.items() if found}
 
 
 def plan_for(call: Call) -> Plan | None:
@@ -87,8 +103,3 @@ def plan_for(call: Call) -> Plan | None:
     if entry.plan is None or call.facts is None or call.problem.empty:
         return None
     return entry.plan(call.problem, call.facts)
-
-
-def falls_back(call: Call) -> bool:
-    """Whether a call that takes the kernels on CUDA takes the reference on other platforms."""
-    return "reference" in requested(call.implementation, tuple(IMPLEMENTATIONS))

@@ -12,7 +12,8 @@ from jax import lax
 
 from mla_kernels.problem import INT32_MAX, CacheSpec, Problem, TensorSpec, make_problem
 
-from .cache import decode_rows, tensor_spec
+from .cache import decode_rows
+from .specs import array_spec, check_scale, float_dtype
 
 BLOCK_KEYS = 512  # keys that are held at a time
 
@@ -64,11 +65,7 @@ def decode_reference(
     Raises:
       ValueError, NotImplementedError: as `mla_jax.decode`, while tracing.
     """
-    dtype = jnp.dtype(dtype)
-    if dtype.name not in ("float32", "float64"):
-        raise ValueError(f"dtype: expected float32 or float64, got {dtype.name}")
-    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
-        raise ValueError("dtype: float64 needs jax_enable_x64")
+    dtype = float_dtype("dtype", dtype, ("float32", "float64"))
     arrays = {
         "q": q,
         "kv_cache": kv_cache,
@@ -81,26 +78,27 @@ def decode_reference(
         "extra_topk_length": extra_topk_length,
         "attn_sink": attn_sink,
     }
-    wide = q.dtype.name if q.dtype.name in ("float32", "float64") else None
+    specs = {name: array_spec(name, x) for name, x in arrays.items() if x is not None or name in ("q", "kv_cache")}
+    wide = specs["q"].dtype if specs["q"].dtype in ("float32", "float64") else None
     problem = make_problem(
-        **{name: None if x is None else _spec(name, x, wide) for name, x in arrays.items()},  # type: ignore[arg-type]
+        **{name: _narrowed(name, spec, wide) for name, spec in specs.items()},  # type: ignore[arg-type]
         head_dim_v=head_dim_v,
         causal=causal,
         cache_format=cache_format,
         page_size=page_size,
     )
     if wide == "float64":
-        dtype = jnp.dtype(jnp.float64)
-    scale = jnp.asarray(problem.d_qk**-0.5 if softmax_scale is None else softmax_scale, dtype).reshape(())
+        dtype = float_dtype("q", wide, (wide,))
+    scale = problem.d_qk**-0.5 if softmax_scale is None else check_scale(softmax_scale)
+    scale = jnp.asarray(scale, dtype).reshape(())
     tables = (block_table, cache_seqlens) if indices is None else (indices, topk_length)
     return _decode(
         q, kv_cache, *tables, extra_kv_cache, extra_indices, extra_topk_length, attn_sink, scale, problem=problem, dtype=dtype
     )
 
 
-def _spec(name: str, x: jax.Array, wide: str | None) -> TensorSpec:
+def _narrowed(name: str, spec: TensorSpec, wide: str | None) -> TensorSpec:
     """The checks know 16-bit queries and caches; fp32 and fp64 ones differ from bf16 in nothing that they look at."""
-    spec = tensor_spec(x)
     if name in ("q", "kv_cache", "extra_kv_cache") and wide is not None:
         if spec.dtype == wide:
             return replace(spec, dtype="bfloat16")

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from mla_kernels.problem import Problem
 
 from . import interpret, launcher
-from .choice import Call, falls_back, plan_for
+from .choice import Call, plan_for
 from .reference import decode_reference
 
 Arrays = dict[str, jax.Array]
@@ -82,7 +82,7 @@ def trace(call: Call, arrays: Arrays) -> Results:
 
     if plan.facts.interpreted:
         return kernels(arrays)
-    return jax.lax.platform_dependent(arrays, cuda=kernels, default=reference if falls_back(call) else nowhere)
+    return jax.lax.platform_dependent(arrays, cuda=kernels, default=reference if call.falls_back else nowhere)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -18,7 +18,7 @@ from mla_kernels.problem import Problem, make_problem
 
 from . import launcher
 from .reference import decode_reference
-from .tensors import GRADIENT, Spec, as_bytes, check_tensors, full_spec
+from .tensors import Spec, as_bytes, check_scale, check_tensors, full_spec, refuse_transform, transform_level
 
 CALLS_KEPT = 4096
 _ALIGNED = ("q", "kv_cache", "extra_kv_cache")  # whose addresses decide which kernels may run
@@ -99,6 +99,7 @@ def _prepare(
     page_size: int | tuple[int | None, int | None] | None,
     num_splits: int | None,
     implementation: str | tuple[str, ...] | None,
+    pair_types: tuple[type, ...] | None = None,  # of a pair as `page_size`: a part of the key
 ) -> _Prepared:
     given: dict[str, Any] = {name: full_spec(spec) for name, spec in zip(_TENSORS, specs, strict=True) if spec is not None}
     problem = make_problem(
@@ -132,7 +133,7 @@ def _prepare(
     return _Prepared(problem, name, {name: found for name, found in refused.items() if found}, facts, program)
 
 
-# typed: 1 must not find what True left.
+# typed: 1 must not find what True left.  That looks at arguments and not into a pair, whose types are therefore one.
 _prepare_cached = functools.lru_cache(maxsize=CALLS_KEPT, typed=True)(_prepare)
 
 
@@ -144,21 +145,22 @@ def _check_call(
     Returns:
       The prepared call and its scale.
     """
+    if transform_level() is not None:
+        refuse_transform("decode", {**tensors, "softmax_scale": softmax_scale})
     specs = check_tensors("decode", tensors, needed=("q", "kv_cache"), aligned=_ALIGNED)
     device = tensors["q"].device
     if isinstance(implementation, list):
         implementation = tuple(implementation)
+    more = (tuple(map(type, options[3])),) if isinstance(options[3], tuple) else ()
     try:
-        prepared = _prepare_cached(device, specs, *options, implementation)
+        prepared = _prepare_cached(device, specs, *options, implementation, *more)
     except TypeError:  # an option that has no hash: most likely wrong, and then named by the checks
         prepared = _prepare(device, specs, *options, implementation)
     problem = prepared.problem
     if softmax_scale is None:
         scale: float | torch.Tensor = problem.d_qk**-0.5
     else:
-        if isinstance(softmax_scale, torch.Tensor) and softmax_scale.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"softmax_scale: {GRADIENT.format('decode')}")
-        scale = launcher.check_scale(softmax_scale, device)
+        scale = check_scale("decode", softmax_scale, device)
     if problem.cache.format.quantised:
         tensors["kv_cache"] = as_bytes("kv_cache", tensors["kv_cache"])
         if problem.extra is not None:
@@ -215,7 +217,8 @@ def decode(
 
     Runs on the device of `q` (which need not be the current one), on its current stream, and never waits for the device, so
     it can be captured in a CUDA graph (the reference, which a GPU user only gets by asking for it, does wait).  The cache
-    is never copied; every stride is honoured as long as the innermost one is 1.
+    is never copied; every stride is honoured as long as the innermost one is 1, and in a quantised cache those of pages and
+    tokens are multiples of 4 bytes, the latter 584 in a `model1_fp8` one [pages, page_size, 1, 584].
 
     A number as `softmax_scale` is kept on the device per stream.  One that is first seen during a graph capture becomes part
     of the graph, a fill of a few bytes in each replay; warm up on the capturing stream, or pass a tensor, to avoid that.

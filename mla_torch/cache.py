@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import torch
 
-from mla_kernels.formats import CacheFormat, get_format
-from mla_kernels.problem import CacheSpec, TensorSpec, cache_spec
+from mla_kernels.cache_problem import DEQUANTISED_DTYPES, check_dequantize, check_quantize
+from mla_kernels.formats import CacheFormat
+from mla_kernels.problem import CacheSpec, TensorSpec
+
+from .tensors import check_tensors, float_dtype, full_spec
 
 E4M3_MAX = 448.0
 MIN_SCALE_EXPONENT = -13  # ceil(log2(1e-4))
 MIN_SCALE = 2.0**-100  # of an unrounded scale: a zero tile divides by it
 CHUNK_VALUES = 2**24  # values that are quantised or decoded at a time, to bound the fp32 temporaries
-
-
-def tensor_spec(x: torch.Tensor) -> TensorSpec:
-    return TensorSpec(tuple(x.shape), str(x.dtype).removeprefix("torch."), tuple(x.stride()))
 
 
 def decode_rows(
@@ -76,20 +75,10 @@ def quantize_cache(kv_cache: torch.Tensor, cache_format: str, *, power_of_two_sc
       are padded with zeros to a multiple of 576 bytes (its page stride).
 
     Raises:
-      ValueError: a wrong shape, dtype or combination.
+      ValueError: a wrong type, shape, dtype or combination; the message names the argument.
       NotImplementedError: a format that is reserved but not built.
     """
-    fmt = _quantised_format(cache_format)
-    if power_of_two_scales is None:
-        power_of_two_scales = True
-    if not power_of_two_scales and fmt.scale_dtype != "float32":
-        raise ValueError(f"power_of_two_scales: a {fmt.name} cache has no other scales, got {power_of_two_scales!r}")
-    spec = tensor_spec(kv_cache)
-    if kv_cache.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f"kv_cache: expected bfloat16, float16 or float32, got {spec}")
-    if kv_cache.dim() != 4 or kv_cache.shape[2:] != (1, fmt.d_qk) or kv_cache.shape[1] == 0:
-        raise ValueError(f"kv_cache: expected shape [pages, page_size, 1, {fmt.d_qk}] for {fmt.name}, got {spec}")
-
+    fmt, power_of_two = check_quantize(_spec("quantize_cache", kv_cache), cache_format, power_of_two_scales)
     pages, size = kv_cache.shape[:2]
     storage = torch.zeros((pages, fmt.page_bytes(size)), dtype=torch.uint8, device=kv_cache.device)
     data = storage[:, : size * fmt.row_bytes].unflatten(1, (size, fmt.row_bytes))
@@ -101,7 +90,7 @@ def quantize_cache(kv_cache: torch.Tensor, cache_format: str, *, power_of_two_sc
     for first in range(0, pages, step):
         part = slice(first, first + step)
         x = kv_cache[part, :, 0]
-        codes, scale, rope = encode_rows(x[..., : fmt.d_nope], x[..., fmt.d_nope :], fmt, power_of_two_scales)
+        codes, scale, rope = encode_rows(x[..., : fmt.d_nope], x[..., fmt.d_nope :], fmt, power_of_two)
         data[part, :, : fmt.d_nope] = codes
         data[part, :, fmt.rope_offset : fmt.rope_offset + 2 * fmt.d_rope] = rope
         scales[part, :, : scale.shape[-1]] = scale
@@ -169,29 +158,30 @@ def dequantize_cache(
         for `model1_fp8`, [pages, page_bytes].
       cache_format: `"v32_fp8"` or `"model1_fp8"`.
       page_size: tokens per page; needed for [pages, page_bytes].
-      dtype: of the result.  Value times scale is computed in fp32 (fp64 if that is `dtype`) and rounded once.
+      dtype: of the result: bf16, fp16, fp32 or fp64.  Value times scale is computed in fp32 (fp64 if that is `dtype`) and
+        rounded once.
 
     Returns:
       [pages, page_size, 1, d_qk].
 
     Raises:
-      ValueError: a wrong shape, dtype or combination.
+      ValueError: a wrong type, shape, dtype or combination; the message names the argument.
       NotImplementedError: a format that is reserved but not built.
     """
-    fmt = _quantised_format(cache_format)
-    assert fmt.d_qk is not None
-    spec, _ = cache_spec("kv_cache", tensor_spec(kv_cache), cache_format, page_size, fmt.d_qk, "bfloat16")
+    spec = check_dequantize(_spec("dequantize_cache", kv_cache), cache_format, page_size)
+    d_qk = spec.format.d_qk
+    assert d_qk is not None
+    dtype = float_dtype(dtype, DEQUANTISED_DTYPES)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    rows = torch.empty((spec.num_slots, 1, fmt.d_qk), dtype=dtype, device=kv_cache.device)
-    step = max(1, CHUNK_VALUES // fmt.d_qk)
+    rows = torch.empty((spec.num_slots, 1, d_qk), dtype=dtype, device=kv_cache.device)
+    step = max(1, CHUNK_VALUES // d_qk)
     for first in range(0, spec.num_slots, step):
         token = torch.arange(first, min(first + step, spec.num_slots), device=kv_cache.device)
         rows[first : first + step] = decode_rows(kv_cache, spec, token // spec.page_size, token % spec.page_size, wide)
     return rows.unflatten(0, (spec.num_pages, spec.page_size))
 
 
-def _quantised_format(cache_format: str) -> CacheFormat:
-    fmt = get_format(cache_format)
-    if not fmt.quantised:
-        raise ValueError(f"cache_format: expected a quantised format, got {cache_format!r}")
-    return fmt
+def _spec(function: str, kv_cache: torch.Tensor) -> TensorSpec:
+    (spec,) = check_tensors(function, {"kv_cache": kv_cache}, ("kv_cache",))
+    assert spec is not None
+    return full_spec(spec)

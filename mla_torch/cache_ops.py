@@ -17,7 +17,7 @@ from mla_kernels.launch import INTERPRETER_LOCK, Refusal
 
 from . import launcher
 from .cache_reference import append_reference, copy_pages_reference, read_reference
-from .tensors import as_bytes, check_tensors, dtype_name, full_spec
+from .tensors import as_bytes, check_tensors, dtype_name, full_spec, refuse_transform, transform_level
 
 CALLS_KEPT = 4096
 IMPLEMENTATIONS = ("triton", "reference")
@@ -64,11 +64,9 @@ _TENSORS = {
 }
 
 
-def _prepare(
-    function: str, device: torch.device, specs: tuple, options: tuple[tuple[str, Any], ...], implementation: Any
-) -> _Prepared:
+def _prepare(function: str, device: torch.device, specs: tuple, implementation: Any, **options: Any) -> _Prepared:
     given = {name: None if spec is None else full_spec(spec) for name, spec in zip(_TENSORS[function], specs, strict=True)}
-    problem = _MAKE[function](**given, **dict(options))
+    problem = _MAKE[function](**given, **options)
     facts = launcher.device_facts(device)
     names = requested(implementation, IMPLEMENTATIONS)
     if implementation is None and facts is not None and not facts.interpreted:
@@ -87,22 +85,23 @@ def _prepare(
     return _Prepared(problem, Program(plan(problem, facts)))
 
 
-# typed: 1 must not find what True left.
+# typed: 1 must not find what True left.  That looks at arguments and not into them, so each option is an argument.
 _prepare_cached = functools.lru_cache(maxsize=CALLS_KEPT, typed=True)(_prepare)
 
 
 def _check(function: str, tensors: dict[str, Any], options: dict[str, Any], implementation: Any) -> _Prepared:
     """Everything that comes before a launch; makes bytes of a quantised cache in `tensors`."""
+    if transform_level() is not None:
+        refuse_transform(function, tensors)
     needed = [name for name in tensors if name != "rope"]
     specs = check_tensors(function, tensors, needed)
     device = tensors["kv_cache"].device
     if isinstance(implementation, list):
         implementation = tuple(implementation)
-    key = (function, device, specs, tuple(options.items()), implementation)
     try:
-        prepared = _prepare_cached(*key)
+        prepared = _prepare_cached(function, device, specs, implementation, **options)
     except TypeError:  # an option that has no hash: most likely wrong, and then named by the checks
-        prepared = _prepare(*key)
+        prepared = _prepare(function, device, specs, implementation, **options)
     if prepared.problem.cache.format.quantised and not prepared.problem.empty:
         tensors["kv_cache"] = as_bytes("kv_cache", tensors["kv_cache"])
     return prepared

@@ -18,20 +18,16 @@ from .api import decode
 _BYTE_DTYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 
 # FlashMLA's names of cache formats.
-_KV_FORMATS = {
-    "V32": "v32_fp8",
-    "V4": "model1_fp8",
-    "V32_NO_ROPE": "v32_fp8_norope",
-    "V41": "v41_fp8",
-    "V41_FP4": "v41_fp4",
-}
+_KV_FORMATS = {"V32": "v32_fp8", "V4": "model1_fp8"}
+_RESERVED_KV_FORMATS = ("V32_NO_ROPE", "V41", "V41_FP4")
 
-# `decode` names arguments in its errors; here the caller knows them by these names.
+# `decode` names arguments and formats in its errors; here the caller knows them by these names.
 _RENAMED = {
     "kv_cache": "k_cache",
     "extra_kv_cache": "extra_k_cache",
     "extra_indices": "extra_indices_in_kvcache",
     "cache_format": "kv_format",
+    **{ours: theirs for theirs, ours in _KV_FORMATS.items()},
 }
 _RENAME = re.compile(rf"\b({'|'.join(_RENAMED)})\b")
 
@@ -91,9 +87,14 @@ def _check_later(later: dict[str, Any]) -> tuple[bool, str | None]:
     if not isinstance(batch_invariant, bool):
         raise ValueError(f"enable_batch_invariant: expected a bool, got {batch_invariant!r}")
     kv_format = later.get("kv_format")
-    if kv_format is not None and kv_format not in _KV_FORMATS:
-        raise ValueError(f"kv_format: expected None or one of {', '.join(_KV_FORMATS)}, got {kv_format!r}")
-    return batch_invariant, None if kv_format is None else _KV_FORMATS[kv_format]
+    if kv_format is None:
+        return batch_invariant, None
+    built = ", ".join(_KV_FORMATS)
+    if not isinstance(kv_format, str) or kv_format not in (*_KV_FORMATS, *_RESERVED_KV_FORMATS):
+        raise ValueError(f"kv_format: expected None or one of {built}, got {kv_format!r}")
+    if kv_format in _RESERVED_KV_FORMATS:
+        raise NotImplementedError(f"kv_format: {kv_format!r} is reserved and not built yet; built are {built}")
+    return batch_invariant, _KV_FORMATS[kv_format]
 
 
 def _check_metadata(metadata: Any, num_splits: Any) -> None:

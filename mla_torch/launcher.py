@@ -20,12 +20,9 @@ from mla_kernels.attend import attend_kernel
 from mla_kernels.device import INTERPRETER, DeviceFacts
 from mla_kernels.launch import INTERPRETER_LOCK, Buffer, Launch, Plan, TileDescriptor
 
-from .tensors import dtype_name
-
 # Triton decides when a kernel is defined, so the kernel itself is what knows.
 INTERPRETED = not isinstance(attend_kernel, triton.JITFunction)
 
-FLOAT32_MAX = torch.finfo(torch.float32).max
 SCALES_KEPT = 256
 SCALES_PINNED = 256
 SCRATCH_ALIGNMENT = 64  # elements, 256 bytes
@@ -91,35 +88,6 @@ class Scales:
 
 
 scales = Scales()
-
-
-def check_scale(value: Any, device: torch.device) -> float | torch.Tensor:
-    """`softmax_scale` as a Python number, or as a tensor of one element on `device`; never waits for a device.
-
-    Raises:
-      ValueError: neither a finite number that fp32 holds nor one floating-point element on the CPU or on `device`.
-    """
-    if isinstance(value, torch.Tensor):
-        if value.numel() != 1 or not value.is_floating_point():
-            raise ValueError(
-                "softmax_scale: expected a number or a floating-point tensor of one element, "
-                f"got {dtype_name(value.dtype)} {list(value.shape)}"
-            )
-        if value.device == device:
-            return value
-        if value.device.type != "cpu":
-            raise ValueError(f"softmax_scale: expected device {device}, as q has, or the CPU, got {value.device}")
-    try:
-        if isinstance(value, (bool, str, bytes)):
-            raise TypeError
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    except (TypeError, ValueError):
-        raise ValueError(f"softmax_scale: expected a number or a tensor of one element, got {value!r}") from None
-    if not (math.isfinite(number) and abs(number) <= FLOAT32_MAX):
-        raise ValueError(f"softmax_scale: expected a finite number that float32 holds, got {number}")
-    return number
 
 
 def scale_tensor(value: float | torch.Tensor, device: torch.device, stream: int | None) -> torch.Tensor:

@@ -8,7 +8,8 @@ import torch
 
 from mla_kernels.problem import CacheSpec, Problem, TensorSpec, make_problem
 
-from .cache import decode_rows, tensor_spec
+from .cache import decode_rows
+from .tensors import check_scale, check_tensors, dtype_name, float_dtype, full_spec, refuse_transform, transform_level
 
 CHUNK_VALUES = 2**22  # key values that are held at a time
 
@@ -59,9 +60,7 @@ def decode_reference(
     Raises:
       ValueError, NotImplementedError: as `mla_torch.decode`.
     """
-    if dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"dtype: expected torch.float32 or torch.float64, got {dtype}")
-    wide = q.dtype if q.dtype in (torch.float32, torch.float64) else None
+    dtype = float_dtype(dtype, ("float32", "float64"))
     tensors = {
         "q": q,
         "kv_cache": kv_cache,
@@ -74,22 +73,26 @@ def decode_reference(
         "extra_topk_length": extra_topk_length,
         "attn_sink": attn_sink,
     }
+    if transform_level() is not None:
+        refuse_transform("decode_reference", {**tensors, "softmax_scale": softmax_scale})
+    specs = zip(tensors, check_tensors("decode_reference", tensors, ("q", "kv_cache")), strict=True)
+    wide = dtype_name(q.dtype) if q.dtype in (torch.float32, torch.float64) else None
     problem = make_problem(
-        **{name: None if x is None else _spec(name, x, wide) for name, x in tensors.items()},  # type: ignore[arg-type]
+        **{name: None if spec is None else _narrowed(name, full_spec(spec), wide) for name, spec in specs},  # type: ignore[arg-type]
         head_dim_v=head_dim_v,
         causal=causal,
         cache_format=cache_format,
         page_size=page_size,
     )
-    if wide is torch.float64:
+    if wide == "float64":
         dtype = torch.float64
     precise = dtype is torch.float64
 
     out = torch.zeros(problem.out_shape, dtype=dtype if precise else q.dtype, device=q.device)
     lse = torch.full(problem.lse_shape, torch.inf, dtype=dtype, device=q.device)
-    scale = problem.d_qk**-0.5 if softmax_scale is None else softmax_scale
+    scale = problem.d_qk**-0.5 if softmax_scale is None else check_scale("decode_reference", softmax_scale, q.device)
     if isinstance(scale, torch.Tensor):
-        scale = scale.to(q.device, dtype).reshape(())
+        scale = scale.to(dtype).reshape(())
     scopes: list[tuple[torch.Tensor, CacheSpec, torch.Tensor | None, torch.Tensor | None]] = [
         (kv_cache, problem.cache, indices if problem.sparse else block_table, topk_length if problem.sparse else cache_seqlens)
     ]
@@ -111,13 +114,12 @@ def decode_reference(
     return out, lse
 
 
-def _spec(name: str, x: torch.Tensor, wide: torch.dtype | None) -> TensorSpec:
+def _narrowed(name: str, spec: TensorSpec, wide: str | None) -> TensorSpec:
     """The checks know 16-bit queries and caches; fp32 and fp64 ones differ from bf16 in nothing that they look at."""
-    spec = tensor_spec(x)
-    if name in ("q", "kv_cache", "extra_kv_cache"):
-        if x.dtype is wide:
+    if name in ("q", "kv_cache", "extra_kv_cache") and wide is not None:
+        if spec.dtype == wide:
             return replace(spec, dtype="bfloat16")
-        if x.dtype.is_floating_point and x.element_size() > 1 and wide is not None:
+        if spec.dtype in ("bfloat16", "float16", "float32", "float64"):
             raise ValueError(f"{name}: expected the dtype of q ({wide}), got {spec}")
     return spec
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._subclasses import FakeTensor
+from torch.autograd import forward_ad
 
 from mla_kernels.problem import TensorSpec
 
 ALIGNMENT = 16  # bytes; the kernels read and write quantised rows in vectors, and TMA takes no other address
-GRADIENT = "requires a gradient; {} is forward-only: detach it or call under torch.no_grad()"
+FLOAT32_MAX = torch.finfo(torch.float32).max
+
+# The level of the innermost transform of torch.func that is active, None outside of all, and whether a tensor belongs to one.
+_functorch = getattr(torch._C, "_functorch", None)
+transform_level: Callable[[], int | None] = getattr(_functorch, "maybe_current_level", lambda: None)
+_is_transformed: Callable[[torch.Tensor], bool] = getattr(_functorch, "is_functorch_wrapped_tensor", lambda tensor: False)
 
 # What the checks need of a tensor: dtype, shape, strides, and whether its address is a multiple of `ALIGNMENT`.  A plain tuple,
 # because every call makes some.
@@ -20,6 +27,17 @@ Spec = tuple[torch.dtype, torch.Size, tuple[int, ...], bool]
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def float_dtype(dtype: Any, allowed: Sequence[str]) -> torch.dtype:
+    """`dtype`, an argument of this name.
+
+    Raises:
+      ValueError: it is none of those `allowed`.
+    """
+    if not isinstance(dtype, torch.dtype) or dtype_name(dtype) not in allowed:
+        raise ValueError(f"dtype: expected {' or '.join(f'torch.{name}' for name in allowed)}, got {dtype!r}")
+    return dtype
 
 
 def full_spec(spec: Spec) -> TensorSpec:
@@ -32,6 +50,30 @@ def is_aligned(tensor: torch.Tensor) -> bool:
     if tensor.is_meta or (type(tensor) is not torch.Tensor and isinstance(tensor, FakeTensor)):
         return True
     return tensor.data_ptr() % ALIGNMENT == 0
+
+
+def _refuse_gradient(function: str, name: str) -> None:
+    raise ValueError(f"{name}: requires a gradient; {function} is forward-only: detach it or call under torch.no_grad()")
+
+
+def _differentiates_forward() -> bool:
+    """Whether a level of forward-mode differentiation is active: outside of one no tensor has a tangent."""
+    return getattr(forward_ad, "_current_level", -1) >= 0
+
+
+def _refuse_tangents(function: str, tensors: Mapping[str, Any]) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise ValueError(f"{name}: has a tangent, which {function} would lose: detach it")
+
+
+def refuse_transform(function: str, tensors: Mapping[str, Any]) -> None:
+    """Refuses a call inside a transform of torch.func: tensors that are made there may have no address to launch with."""
+    where = "a transform of torch.func (grad, jvp, vmap and others)"
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor) and _is_transformed(tensor):
+            raise ValueError(f"{name}: belongs to {where}, in which {function} does not run: call it outside")
+    raise ValueError(f"{function}: does not run in {where}: call it outside")
 
 
 def check_tensors(
@@ -56,11 +98,47 @@ def check_tensors(
         if tensor.device != device:
             raise ValueError(f"{name}: expected device {device}, as {needed[0]} has, got {tensor.device}")
         if refuse_gradients and tensor.requires_grad:
-            raise ValueError(f"{name}: {GRADIENT.format(function)}")
+            _refuse_gradient(function, name)
         if tensor.layout is not torch.strided:
             raise ValueError(f"{name}: expected a strided tensor, got layout {tensor.layout}")
         specs.append((tensor.dtype, tensor.shape, tensor.stride(), name not in aligned or is_aligned(tensor)))
+    if _differentiates_forward():
+        _refuse_tangents(function, tensors)
     return tuple(specs)
+
+
+def check_scale(function: str, value: Any, device: torch.device) -> float | torch.Tensor:
+    """`softmax_scale` as a Python number, or as a tensor of one element on `device`; never waits for a device.
+
+    Raises:
+      ValueError: neither a finite number that fp32 holds nor one floating-point element on the CPU or on `device`, or one with
+        a derivative.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1 or not value.is_floating_point():
+            raise ValueError(
+                "softmax_scale: expected a number or a floating-point tensor of one element, "
+                f"got {dtype_name(value.dtype)} {list(value.shape)}"
+            )
+        if value.requires_grad and torch.is_grad_enabled():
+            _refuse_gradient(function, "softmax_scale")
+        if _differentiates_forward():
+            _refuse_tangents(function, {"softmax_scale": value})
+        if value.device == device:
+            return value
+        if value.device.type != "cpu":
+            raise ValueError(f"softmax_scale: expected device {device}, as q has, or the CPU, got {value.device}")
+    try:
+        if isinstance(value, (bool, str, bytes)):
+            raise TypeError
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    except (TypeError, ValueError):
+        raise ValueError(f"softmax_scale: expected a number or a tensor of one element, got {value!r}") from None
+    if not (math.isfinite(number) and abs(number) <= FLOAT32_MAX):
+        raise ValueError(f"softmax_scale: expected a finite number that float32 holds, got {number}")
+    return number
 
 
 def as_bytes(name: str, cache: torch.Tensor) -> torch.Tensor:

@@ -297,6 +297,44 @@ def test_errors(framework: str) -> None:
         module.dequantize_cache(convert(framework, np.zeros((2, 2880), np.uint8)), "model1_fp8")
 
 
+WRONG_SIZES = (0, -1, True, "4", 4.0, (4, None))
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(
+    ("function", "argument", "value"),
+    [
+        *(("dequantize_cache", "page_size", size) for size in WRONG_SIZES),
+        *(("dequantize_cache", "dtype", dtype) for dtype in ("int32", "x", None)),
+        *(("quantize_cache", "power_of_two_scales", scales) for scales in ("no", 0, 1)),
+        *((name, "cache_format", fmt) for name in ("quantize_cache", "dequantize_cache") for fmt in (["v32_fp8"], None, 3)),
+        *((name, "kv_cache", [1]) for name in ("quantize_cache", "dequantize_cache")),
+    ],
+)
+def test_wrong_options_are_named(framework: str, function: str, argument: str, value: Any) -> None:
+    dtype, width = (BF16, 576) if function == "quantize_cache" else (np.uint8, 656)
+    call = {"kv_cache": convert(framework, np.zeros((2, 4, 1, width), dtype)), "cache_format": "v32_fp8"}
+    if framework == "torch" and value == "int32":
+        import torch
+
+        value = torch.int32
+    with pytest.raises(ValueError, match=f"^{argument}: "):
+        getattr(helpers(framework), function)(**call | {argument: value})
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_what_one_framework_has_and_the_other_has_not(framework: str) -> None:
+    x = np.zeros((2, 4, 1, 576))
+    with pytest.raises(ValueError, match=r"^kv_cache: expected bfloat16, float16 or float32, got float64"):
+        helpers(framework).quantize_cache(x if framework == "jax" else convert(framework, x), "v32_fp8")
+    if framework == "torch":
+        with pytest.raises(ValueError, match=r"^kv_cache: expected a torch.Tensor, got numpy.ndarray"):
+            helpers(framework).quantize_cache(x, "v32_fp8")
+    else:
+        with pytest.raises(ValueError, match=r"^dtype: float64 needs jax_enable_x64"):
+            helpers(framework).dequantize_cache(np.zeros((2, 4, 1, 656), np.uint8), "v32_fp8", dtype="float64")
+
+
 @pytest.mark.parametrize("fmt", D_QK)
 def test_strided_caches_in_torch(fmt: str) -> None:
     """Reading an interleaved view and writing from one, in chunks of a page."""

@@ -295,15 +295,20 @@ def test_a_format_may_be_announced(kv_format, cache_format, decoded):
 
 @pytest.mark.parametrize("kv_format", ["V32_NO_ROPE", "V41", "V41_FP4"])
 def test_a_format_that_is_not_built_is_named(kv_format):
-    with pytest.raises(NotImplementedError, match=r"^kv_format: .* is reserved and not built yet"):
+    with pytest.raises(
+        NotImplementedError, match=rf"^kv_format: '{kv_format}' is reserved and not built yet; built are V32, V4$"
+    ):
         run(sparse_call(), kv_format=kv_format)
 
 
 def test_a_wrong_format_is_refused():
-    with pytest.raises(ValueError, match=r"^kv_format: expected None or one of V32, V4"):
-        run(sparse_call(), kv_format="v32")
-    with pytest.raises(ValueError, match="model1_fp8"):
+    for wrong in ("v32", "v32_fp8", [], ["V32"], 32):
+        with pytest.raises(ValueError, match=r"^kv_format: expected None or one of V32, V4, got"):
+            run(sparse_call(), kv_format=wrong)
+    with pytest.raises(ValueError, match=r"^q: expected a head dimension of 512 for a V4 cache"):
         run(sparse_call("v32_fp8"), kv_format="V4")
+    with pytest.raises(ValueError, match=r"^k_cache: expected bytes .* for kv_format 'V32', got bfloat16"):
+        run(sparse_call("bf16"), kv_format="V32")
 
 
 @pytest.mark.parametrize("name", ["descale_q", "descale_k"])
@@ -368,7 +373,7 @@ def test_dense_errors(change, error, message):
             r"^extra_indices_in_kvcache: expected int32",
         ),
         ({"k_cache": torch.zeros(6, 16, 1, 528, dtype=torch.uint8)}, NotImplementedError, r"^k_cache: a cache of 528 bytes"),
-        ({"q": torch.zeros(2, 1, 4, 576, dtype=torch.float16)}, NotImplementedError, r"^q: a v32_fp8 cache takes bfloat16"),
+        ({"q": torch.zeros(2, 1, 4, 576, dtype=torch.float16)}, NotImplementedError, r"^q: a V32 cache takes bfloat16"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -281,6 +282,17 @@ def test_eager_calls_compile_once(implementation):
     assert_same_bits(results[2], results[3])
 
 
+def test_the_same_implementation_by_another_name_compiles_nothing(monkeypatch):
+    choosing(monkeypatch, None)
+    call = dense(h_q=7)
+    expected = jax.block_until_ready(mla_jax.decode(**call))
+    compilations.clear()
+    for implementation in ("reference", ("reference",), ["reference"]):
+        assert_same_bits(mla_jax.decode(**call, implementation=implementation), expected)
+        assert mla_jax.explain(**call, implementation=implementation) == mla_jax.explain(**call)
+    assert compilations == []
+
+
 @pytest.mark.parametrize("implementation", BOTH)
 def test_a_traced_scale_compiles_once(implementation):
     call = dense(h_q=6)
@@ -391,7 +403,8 @@ def test_explain():
     text = str(explanation)
     assert "implementation: reference" in text
     assert "model1_fp8" in text
-    assert str(mla_jax.explain(**shapes(call), implementation="reference")) == text
+    scale = jax.ShapeDtypeStruct((), jnp.float32)
+    assert str(mla_jax.explain(**shapes(call), softmax_scale=scale, implementation="reference")) == text
 
 
 @needs_jax_triton
@@ -430,12 +443,16 @@ def shape(*sizes, dtype="bfloat16"):
         (dense, {"num_splits": 0}, ValueError, "num_splits: expected a positive int"),
         (dense, {"causal": 1}, ValueError, "causal: expected a bool"),
         (dense, {"cache_format": "fp7"}, ValueError, "cache_format: expected one of"),
+        (dense, {"cache_format": ["bf16"]}, ValueError, "cache_format: expected one of"),
         (dense, {"cache_format": "v41_fp8"}, NotImplementedError, "cache_format: 'v41_fp8' is reserved"),
         (dense, {"page_size": 8}, ValueError, "page_size: expected 16"),
         (dense, {"softmax_scale": shape(2, dtype="float32")}, ValueError, "softmax_scale: expected a number or"),
         (dense, {"softmax_scale": shape(dtype="int32")}, ValueError, "softmax_scale: expected a number or"),
         (dense, {"softmax_scale": "1"}, ValueError, "softmax_scale: expected a number or"),
         (dense, {"softmax_scale": float("nan")}, ValueError, "softmax_scale: expected a finite number"),
+        (dense, {"softmax_scale": np.array([np.inf])}, ValueError, "softmax_scale: expected a finite number"),
+        (dense, {"softmax_scale": 10**400}, ValueError, "softmax_scale: expected a finite number"),
+        (dense, {"softmax_scale": 1e39}, ValueError, "softmax_scale: expected a finite number"),
         (sparse, {"indices": shape(2, 2, 9, dtype="int32")}, ValueError, "indices: expected int32"),
         (sparse, {"topk_length": shape(4, dtype="int32")}, ValueError, "topk_length: expected int32"),
         (sparse, {"causal": True}, ValueError, "causal: does not go with indices"),
@@ -448,9 +465,10 @@ def test_errors_name_the_argument_while_tracing(call, changes, error, message):
     changed = {**shapes(call()), **changes}
     arrays = {name: value for name, value in changed.items() if isinstance(value, jax.ShapeDtypeStruct)}
     options = {name: value for name, value in changed.items() if name not in arrays}
-    with pytest.raises(error, match=f"^{message}"):
-        jax.eval_shape(lambda arrays: mla_jax.decode(**arrays, **options), arrays)
-    if "softmax_scale" not in changes:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(error, match=f"^{message}"):
+            jax.eval_shape(lambda arrays: mla_jax.decode(**arrays, **options), arrays)
         with pytest.raises(error, match=f"^{message}"):
             mla_jax.explain(**changed)
 

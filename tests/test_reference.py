@@ -318,6 +318,35 @@ def test_errors(framework: str) -> None:
         run_numpy(framework, call, dtype=convert(framework, call["q"]).dtype)
 
 
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        *((name, [1, 2]) for name in ("q", "kv_cache", "block_table", "cache_seqlens", "attn_sink")),
+        *((name, None) for name in ("q", "kv_cache")),
+        *(("softmax_scale", scale) for scale in ("x", True, np.ones(2, np.float32), np.ones(1, np.int32), 10**400, np.nan)),
+        ("dtype", "x"),
+        ("dtype", None),
+        ("cache_format", ["bf16"]),
+    ],
+)
+def test_wrong_arguments_are_named_as_by_decode(framework: str, argument: str, value: Any) -> None:
+    call = dense_call(np.random.default_rng(7), [5]) | {argument: value}
+    with pytest.raises(ValueError, match=f"^{argument}: expected "):
+        run(framework, {name: convert(framework, x) for name, x in call.items()})
+
+
+def test_derivatives_and_other_devices_are_refused_by_the_torch_reference() -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    call = {name: convert("torch", x) for name, x in dense_call(np.random.default_rng(7), [5]).items()}
+    with pytest.raises(ValueError, match=r"^block_table: expected device cpu, as q has, got meta"):
+        run("torch", call | {"block_table": call["block_table"].to("meta")})
+    with pytest.raises(ValueError, match=r"^q: requires a gradient; decode_reference is forward-only"):
+        run("torch", call | {"q": call["q"].clone().requires_grad_()})
+    with pytest.raises(ValueError, match=r"^q: belongs to a transform of torch.func"):
+        torch.func.grad(lambda q: run("torch", call | {"q": q})[0].sum())(call["q"])
+
+
 def test_front_ends_agree() -> None:
     """Both references in fp32 on one set of bytes, far closer than 16-bit bounds."""
     pytest.importorskip("torch", reason="compares with PyTorch")

@@ -5,6 +5,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch.autograd import forward_ad
+
 import mla_torch
 from mla_kernels.device import INTERPRETER
 from mla_torch import launcher
@@ -60,6 +62,39 @@ def test_tensors_that_require_a_gradient_are_refused(name):
         assert not out.requires_grad
 
 
+@pytest.mark.parametrize("name", ["q", "kv_cache", "extra_kv_cache", "attn_sink", "softmax_scale", "out"])
+def test_tensors_with_a_tangent_are_refused(name):
+    call = everything_sparse() | {"softmax_scale": torch.tensor(0.1)}
+    with forward_ad.dual_level():
+        mla_torch.decode(**call)
+        call[name] = forward_ad.make_dual(call[name], torch.ones_like(call[name]))
+        for _ in range(2):
+            with pytest.raises(ValueError, match=rf"^{name}: has a tangent, which decode would lose: detach it"):
+                mla_torch.decode(**call)
+        mla_torch.decode(**call | {name: call[name].detach()})
+
+
+TRANSFORMS = {
+    "grad": lambda f, x: torch.func.grad(f)(x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "vmap": lambda f, x: torch.func.vmap(f)(torch.stack([x, x])),
+}
+
+
+@pytest.mark.parametrize("function", [mla_torch.decode, mla_torch.explain], ids=["decode", "explain"])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("name", ["q", "attn_sink", "softmax_scale", None])
+def test_transforms_of_torch_func_are_refused(name, transform, function):
+    def transformed(x):
+        changed = {} if name is None else {name: x * call[name]}
+        function(**call | changed)
+
+    call = everything_sparse() | {"softmax_scale": torch.tensor(0.1)}
+    expected = f"^{name}: belongs to a tr" if name else "^decode: does not run in a tr"
+    with pytest.raises(ValueError, match=rf"{expected}ansform of torch.func .* call it outside"):
+        TRANSFORMS[transform](transformed, torch.tensor(1.0))
+
+
 WRONG = {
     "q-rank": (
         lambda: dense() | {"q": torch.zeros(2, 4, 576, dtype=torch.bfloat16)},
@@ -110,6 +145,7 @@ WRONG = {
     "causal-type": (lambda: dense() | {"causal": 1}, ValueError, "^causal: expected a bool"),
     "causal-sparse": (lambda: sparse() | {"causal": True}, ValueError, "^causal: "),
     "format-unknown": (lambda: dense() | {"cache_format": "fp4"}, ValueError, "^cache_format: expected one of"),
+    "format-list": (lambda: dense() | {"cache_format": ["bf16"]}, ValueError, "^cache_format: expected one of"),
     "format-reserved": (lambda: dense() | {"cache_format": "v41_fp8"}, NotImplementedError, "^cache_format: 'v41_fp8'"),
     "page_size": (lambda: dense() | {"page_size": 32}, ValueError, "^page_size: "),
     "page_size-list": (lambda: dense() | {"page_size": [16]}, ValueError, "^page_size: "),
@@ -122,6 +158,16 @@ WRONG = {
         lambda: dense() | {"out": torch.zeros(1, 1, 1, 512, dtype=torch.bfloat16).expand(2, 1, 4, 512)},
         ValueError,
         "^out: ",
+    ),
+    "out-overlapping": (
+        lambda: dense() | {"out": torch.zeros(600, dtype=torch.bfloat16).as_strided((2, 1, 4, 512), (16, 16, 8, 1))},
+        ValueError,
+        r"^out: expected every element at an address of its own, got strides \[16, 16, 8, 1\]",
+    ),
+    "v32-pages-of-bytes": (
+        lambda: dense() | {"kv_cache": torch.zeros(6, 16 * 656, dtype=torch.uint8)},
+        ValueError,
+        r"^kv_cache: expected bytes of shape \[pages, page_size, 1, bytes of a token\], or .* with page_size=, got uint8",
     ),
     "fp16-queries": (
         lambda: sparse("v32_fp8") | {"q": sparse()["q"].half()},
@@ -156,6 +202,9 @@ def test_a_kept_call_does_not_let_a_wrong_one_pass(monkeypatch):
         mla_torch.decode(**dense(), num_splits=True, causal=True)
     with pytest.raises(ValueError, match=r"^causal: "):
         mla_torch.decode(**dense(), num_splits=1, causal=1)
+    mla_torch.decode(**dense(), page_size=(16, None))
+    with pytest.raises(ValueError, match=r"^page_size: "):
+        mla_torch.decode(**dense(), page_size=(16.0, None))
 
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])

@@ -61,6 +61,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
     ),
     "reserved": ("v32_fp8", {"cache_format": "v41_fp8"}, NotImplementedError, "^cache_format: 'v41_fp8' is reserved"),
     "format": ("v32_fp8", {"cache_format": "v33"}, ValueError, "^cache_format: expected one of"),
+    "format-list": ("v32_fp8", {"cache_format": ["v32_fp8"]}, ValueError, "^cache_format: expected one of"),
     "other-format": ("v32_fp8", {"cache_format": "model1_fp8"}, ValueError, "^kv_cache: expected bytes of shape"),
     "page-size": ("v32_fp8", {"page_size": 8}, ValueError, "^page_size: expected 16, as kv_cache has, got 8"),
     "page-size-zero": ("v32_fp8", {"page_size": 0}, ValueError, "^page_size: expected a positive int, got 0"),
@@ -196,6 +197,19 @@ class TestTorch:
         with torch.no_grad():
             self.append("bf16", **{name: tensor})
 
+    def test_tangents_and_transforms_are_refused_in_words(self) -> None:
+        import torch
+        from torch.autograd import forward_ad
+
+        latent = converted("torch", call())["latent"]
+        with forward_ad.dual_level():
+            with pytest.raises(ValueError, match=r"^latent: has a tangent, which append would lose"):
+                self.append(latent=forward_ad.make_dual(latent, latent))
+        with pytest.raises(ValueError, match=r"^latent: belongs to a transform of torch.func"):
+            torch.func.vmap(lambda latent: self.append(latent=latent))(torch.stack([latent, latent]))
+        with pytest.raises(ValueError, match=r"^append: does not run in a transform of torch.func"):
+            torch.func.vmap(lambda _: self.append())(torch.zeros(2))
+
     @pytest.mark.parametrize("name", ["latent", "rope", "slots"])
     def test_innermost_strides(self, name: str) -> None:
         import torch
@@ -209,6 +223,8 @@ class TestTorch:
         cache = converted("torch", call())["kv_cache"]
         with pytest.raises(ValueError, match=r"^kv_cache: expected every token at an address of its own, got strides"):
             self.append(kv_cache=cache[:1].expand(4, -1, -1, -1))
+        with pytest.raises(ValueError, match=r"^kv_cache: expected every token at an address of its own, got strides"):
+            self.append(kv_cache=cache.as_strided(cache.shape, (656, 656, 656, 1)))
 
     def test_bytes_out_of_alignment(self) -> None:
         import torch
@@ -223,6 +239,12 @@ class TestTorch:
         memory = torch.zeros(4 * (16 * 656 + 2), dtype=torch.uint8)
         with pytest.raises(ValueError, match=r"^kv_cache: expected page and token strides that are multiples of 4 bytes"):
             self.append(kv_cache=memory.as_strided((4, 16, 1, 656), (16 * 656 + 2, 656, 656, 1)))
+
+    @pytest.mark.parametrize(("name", "good", "wrong"), [("power_of_two_scales", False, 0), ("page_size", 16, 16.0)])
+    def test_a_kept_call_does_not_let_a_wrong_one_pass(self, name: str, good: Any, wrong: Any) -> None:
+        self.append(**{name: good})
+        with pytest.raises(ValueError, match=rf"^{name}: "):
+            self.append(**{name: wrong})
 
     def test_nothing_is_written_by_a_call_that_is_refused(self) -> None:
         import torch

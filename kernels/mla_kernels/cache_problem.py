@@ -1,4 +1,4 @@
-"""What one call of `append`, `read`, `copy_pages` or `token_slots` is, checked before anything is launched."""
+"""What one call of a function that is not `decode` is, checked before anything is launched."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from .problem import (
     cache_spec,
     expect,
     expect_dense_rows,
+    expect_distinct,
     infer_format,
     positive_int,
 )
 
 VALUE_DTYPES = ("bfloat16", "float16", "float32")
+DEQUANTISED_DTYPES = (*VALUE_DTYPES, "float64")
 INDEX_DTYPES = ("int32", "int64")
 
 
@@ -102,12 +104,6 @@ def _cache(spec: TensorSpec, cache_format: str | None, page_size: int | None) ->
     return cache, width
 
 
-def _expect_distinct(spec: TensorSpec) -> None:
-    """That no two elements of what is written share memory because of a stride of 0."""
-    repeated = any(size > 1 and stride == 0 for size, stride in zip(spec.shape, spec.strides, strict=True))
-    expect(not repeated, "kv_cache", "every token at an address of its own", f"strides {list(spec.strides)}")
-
-
 def _index_vector(argument: str, spec: TensorSpec, n: int | None = None) -> int:
     """The number of entries of a list of slots or pages."""
     shape = "[n]" if n is None else f"[n={n}]"
@@ -142,7 +138,7 @@ def make_append(
       NotImplementedError: a meaningful call that this version does not support.
     """
     cache, d_qk = _cache(kv_cache, cache_format, page_size)
-    _expect_distinct(kv_cache)
+    expect_distinct("kv_cache", "token", kv_cache)
     fmt = cache.format
     n = latent.shape[0] if latent.shape else None
     if fmt.quantised:
@@ -220,10 +216,44 @@ def make_copy_pages(
       ValueError, NotImplementedError: as `make_append`.
     """
     cache, d_qk = _cache(kv_cache, cache_format, page_size)
-    _expect_distinct(kv_cache)
+    expect_distinct("kv_cache", "token", kv_cache)
     n = _index_vector("source_pages", source_pages)
     _index_vector("target_pages", target_pages, n)
     return CopyPages(cache, n, cache.format.token_bytes or d_qk, (source_pages.dtype, target_pages.dtype))
+
+
+def _quantised(cache_format: str) -> CacheFormat:
+    fmt = get_format(cache_format)
+    expect(fmt.quantised, "cache_format", "a quantised format", repr(cache_format))
+    return fmt
+
+
+def check_quantize(
+    kv_cache: TensorSpec, cache_format: str, power_of_two_scales: bool | None = None
+) -> tuple[CacheFormat, bool]:
+    """Checks a call of `quantize_cache`.
+
+    Returns:
+      The format, and whether scales are powers of two.
+
+    Raises:
+      ValueError: a wrong shape, dtype or combination; the message names the argument.
+      NotImplementedError: a format that is reserved.
+    """
+    fmt = _quantised(cache_format)
+    expect(kv_cache.dtype in VALUE_DTYPES, "kv_cache", f"{', '.join(VALUE_DTYPES[:-1])} or {VALUE_DTYPES[-1]}", kv_cache)
+    ok = len(kv_cache.shape) == 4 and kv_cache.shape[2:] == (1, fmt.d_qk) and kv_cache.shape[1] > 0
+    expect(ok, "kv_cache", f"shape [pages, page_size, 1, {fmt.d_qk}] for {fmt.name}", kv_cache)
+    return fmt, power_of_two(fmt, power_of_two_scales)
+
+
+def check_dequantize(kv_cache: TensorSpec, cache_format: str, page_size: int | None = None) -> CacheSpec:
+    """Checks a call of `dequantize_cache`, but for its dtype.
+
+    Raises:
+      ValueError, NotImplementedError: as `check_quantize`.
+    """
+    return _cache(kv_cache, _quantised(cache_format).name, page_size)[0]
 
 
 def check_token_slots(block_table: TensorSpec, positions: TensorSpec, page_size: int) -> int:

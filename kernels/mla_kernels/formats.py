@@ -101,8 +101,9 @@ def get_format(name: str) -> CacheFormat:
       NotImplementedError: for a name that is reserved but not built.
       ValueError: for any other name.
     """
-    if name in FORMATS:
+    known = isinstance(name, str)  # what else a caller gives may have no hash
+    if known and name in FORMATS:
         return FORMATS[name]
-    if name in RESERVED:
+    if known and name in RESERVED:
         raise NotImplementedError(f"cache_format: {name!r} is reserved and not built yet; built are {', '.join(FORMATS)}")
     raise ValueError(f"cache_format: expected one of {', '.join(FORMATS)}, got {name!r}")

@@ -133,6 +133,15 @@ def expect_dense_rows(argument: str, spec: TensorSpec) -> None:
         raise ValueError(f"{argument}: the innermost dimension must be dense (stride 1), got strides {list(spec.strides)}")
 
 
+def expect_distinct(argument: str, what: str, spec: TensorSpec) -> None:
+    """That no two elements of what is written share memory: each stride leads past all that smaller ones reach."""
+    reach = 1
+    for stride, size in sorted(zip(spec.strides, spec.shape, strict=True)):
+        if size > 1:
+            expect(stride >= reach, argument, f"every {what} at an address of its own", f"strides {list(spec.strides)}")
+            reach += (size - 1) * stride
+
+
 def _int32_vector(argument: str, spec: TensorSpec, batch: int) -> None:
     expect(spec.dtype == "int32" and spec.shape == (batch,), argument, f"int32 of shape [b={batch}]", spec)
     expect_dense_rows(argument, spec)
@@ -169,7 +178,8 @@ def infer_format(argument: str, spec: TensorSpec, page_size: int | None) -> Cach
         raise ValueError(
             f"{argument}: pages of {spec.shape[1]} bytes for page_size={page_size} do not say their format; pass cache_format"
         )
-    return MODEL1_FP8  # of the wrong rank: `cache_spec` says so
+    expected = f"[pages, page_size, 1, bytes of a token], or [pages, page_bytes] of {MODEL1_FP8.name} with page_size="
+    raise ValueError(f"{argument}: expected bytes of shape {expected}, got {spec}")
 
 
 def cache_spec(
@@ -199,12 +209,8 @@ def cache_spec(
     if len(spec.shape) == 2 and fmt.scale_in_page:
         if page_size is None:
             raise ValueError(f"page_size: needed for a cache given as [pages, page_bytes], got {argument} {spec}")
-        expect(
-            spec.shape[1] >= page_size * fmt.token_bytes,
-            argument,
-            f"at least {page_size} * {fmt.token_bytes} bytes a page",
-            spec,
-        )
+        least = f"at least {page_size} * {fmt.token_bytes} bytes a page"
+        expect(spec.shape[1] >= page_size * fmt.token_bytes, argument, least, spec)
         size, page_stride, token_stride = page_size, spec.strides[0], fmt.row_bytes
     else:
         wanted = f"bytes of shape [pages, page_size, 1, {fmt.token_bytes}]"
@@ -366,8 +372,7 @@ def make_problem(
         expect_dense_rows("out", out)
         if out.strides != row_major_strides(out.shape):
             out_strides = (out.strides[0], out.strides[1], out.strides[2])
-            repeated = any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.strides, strict=True))
-            expect(not repeated, "out", "every element at an address of its own", f"strides {list(out.strides)}")
+            expect_distinct("out", "element", out)
 
     return Problem(
         batch=batch,

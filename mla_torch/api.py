@@ -236,7 +236,8 @@ def decode(
       attn_sink: fp32 [h_q]; `out` is multiplied by `1 / (1 + exp(attn_sink - lse))`.
       head_dim_v: d_v, the leading columns of a row that are its value; 512 by default where d_qk is 576 or 512.
       softmax_scale: a number or a tensor of one element; `d_qk ** -0.5` by default.  A new one recompiles nothing.
-      causal: query j of s_q sees `cache_seqlens - s_q + j + 1` tokens (dense calls).
+      causal: query j of s_q sees `cache_seqlens - s_q + j + 1` tokens (dense calls).  In the kernels a NaN or infinity of a
+        token that only later queries see can make `out` of earlier ones NaN, too.
       cache_format: `bf16`, `fp16`, `v32_fp8` or `model1_fp8`; None takes it from dtype and width of `kv_cache`.
       page_size: tokens of a page; needed for pages given as [pages, page_bytes].  A pair for (kv_cache, extra_kv_cache).
       num_splits: cuts each request into exactly this many ranges, whatever else is in the batch; None lets the schedule decide.
